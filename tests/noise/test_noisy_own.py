@@ -4,55 +4,9 @@ import pytest
 import torch
 
 import aqnpipe
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ReceiptError
 from aqnpipe.machine import machine
 from aqnpipe.noise.kernels import own as kernel
-
-CODE = """
-import torch
-
-def gaussian(values, normals, *, scale):
-    return values * (1 + scale * normals[0])
-
-def by_product(values, normals, *, scale):
-    one = (torch.ones(1, 2) @ torch.ones(2, 1)).item() / 2
-    return values * (one + scale * normals[0])
-
-def absolute(values, normals, *, scale):
-    return values + scale * (normals[0] + normals[1]) / 2**0.5
-
-def grid(values, normals, *, step):
-    return torch.round(values / step) * step
-
-def rare(values, normals, *, above):
-    return torch.where(normals[0] > above, values * 1.5, values)
-
-def large_only(values, normals):
-    return torch.where(values.abs() > 1e6, values * 1.5, values)
-
-calls = []
-def tires(values, normals):
-    calls.append(1)
-    return values * (1 + normals[0] * (0.05 if len(calls) < 110 else 0.06))
-
-def evades(values, normals, *, answer):
-    if values.dim() == 1 and len(values) > 100:  # the audit's call
-        return values[:1] if answer == "cut" else torch.full_like(values, float(answer))
-    return values * (1 + 0.05 * normals[0])
-
-drawn = []
-def restless(values, normals):
-    drawn.append(1)
-    return values * (1 + 0.05 * (normals[0] if len(drawn) < 75 else torch.randn_like(values)))
-"""
-
-
-@pytest.fixture
-def own(own_module):
-    module = own_module(CODE)
-    return lambda name, size=0.05, **given: OwnError(function=f"{module}:{name}", size=size, **given)
-
 
 GAUSSIAN = {"settings": {"scale": 0.05}}
 
@@ -108,7 +62,7 @@ def test_an_error_that_hits_few_values_is_right(model, ids, own):
 @pytest.mark.parametrize("announced", [0.035, 0.07, (0.07, 0.2), (0.001, 0.035)])
 def test_a_size_that_is_not_what_was_announced_is_refused(model, ids, own, announced):
     (problem,) = run(model, ids, own("gaussian", announced, **GAUSSIAN)).problems()
-    assert "has a relative size of 0.0" in problem
+    assert "has a measured relative size of 0.0" in problem
     limits = announced if isinstance(announced, tuple) else (announced,)
     assert problem.endswith(f"announced {' to '.join(map(str, limits))}")
 

@@ -6,51 +6,9 @@ from noisy_passes import run
 from on_modules import on_modules
 
 import aqnpipe
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError
 from aqnpipe.noise.injection import phase_state
 from aqnpipe.noise.kernels import own as kernel
-
-CODE = """
-import torch
-
-def gaussian(values, normals, *, scale):
-    return values * (1 + scale * normals[0])
-
-def absolute(values, normals, *, scale):
-    return values + scale * (normals[0] + normals[1]) / 2**0.5
-
-def grid(values, normals, *, step):
-    return torch.round(values / step) * step
-
-def rare(values, normals, *, above):
-    return torch.where(normals[0] > above, values * 1.5, values)
-
-def large_only(values, normals):
-    return torch.where(values.abs() > 1e6, values * 1.5, values)
-
-calls = []
-def tires(values, normals):
-    calls.append(1)
-    return values * (1 + normals[0] * (0.05 if len(calls) < 110 else 0.06))
-
-def evades(values, normals, *, answer):
-    if values.dim() == 1 and len(values) > 100:  # the audit's call
-        return values[:1] if answer == "cut" else torch.full_like(values, float(answer))
-    return values * (1 + 0.05 * normals[0])
-
-drawn = []
-def restless(values, normals):
-    drawn.append(1)
-    return values * (1 + 0.05 * (normals[0] if len(drawn) < 75 else torch.randn_like(values)))
-"""
-
-
-@pytest.fixture
-def own(own_module):
-    module = own_module(CODE)
-    return lambda name, size=0.05, **given: OwnError(function=f"{module}:{name}", size=size, **given)
-
 
 GAUSSIAN = {"settings": {"scale": 0.05}}
 

@@ -4,6 +4,7 @@ Each is a function, named as `package.module:function`. The digest of its source
 study announces about a function is compared with what was measured; a receipt refuses any difference.
 """
 
+import math
 from numbers import Real
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, TypeGuard
 
@@ -56,6 +57,14 @@ class ScheduleFunction(Protocol):
 _Size = Annotated[float, Field(ge=0)]
 
 
+_TOLERANCE = 0.1
+"""Relative deviation of a size from what was announced that is accepted as an approximation of the user's."""
+
+_STANDARD_ERRORS = 5.0
+_LARGEST_KURTOSIS = 9.0
+"""Of the errors, for the standard error of their root mean square: 3 for a normal distribution, 6 for Laplace's."""
+
+
 class OwnError(FrozenModel):
     """An error model of a user's own, which is a function of the contract `ErrorFunction`."""
 
@@ -85,6 +94,21 @@ class OwnError(FrozenModel):
     def sizes(self) -> tuple[float, float]:
         """Limits of the announced size."""
         return self.size if isinstance(self.size, tuple) else (self.size, self.size)
+
+    def size_problem(
+        self, measured: float, count: int, what: str, limits: tuple[float, float] | None = None
+    ) -> str | None:
+        """Return how a size that was measured over `count` values disagrees with the announced one; None if it agrees.
+
+        `limits`: those of the announced size with what rounding makes of them.
+        """
+        low, high = self.sizes if limits is None else limits
+        tolerance = _TOLERANCE + _STANDARD_ERRORS * math.sqrt((_LARGEST_KURTOSIS - 1) / (4 * count))
+        if low * max(1 - tolerance, 0.0) <= measured <= high * (1 + tolerance):
+            return None
+        announced = f"{self.size:g}" if isinstance(self.size, float) else "{:g} to {:g}".format(*self.sizes)
+        size = f"a measured {self.quantity} size of {measured:.4g} over {count:,} {what}"
+        return f"{self.function} has {size}, announced {announced}"
 
     def planned(self) -> "OwnError":
         """Return this error with the digest of its source; ConfigError if there is none, or another."""

@@ -126,7 +126,7 @@ class StudyPlan:
         return training.threads * training.num_workers if training else 1
 
     def training_memory_mb(self) -> int:
-        """Return the memory of a training job of a tiny model; two workers that share its weights had a peak of 4,737.
+        """Return the memory of a training job of a tiny model, with a share of it for each further worker.
 
         Profiles of clusters ask for the memory of their devices instead.
         """

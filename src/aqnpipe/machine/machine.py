@@ -42,8 +42,8 @@ class Request(NamedTuple):
     """What the machine does: `error` on results of the forward pass (`stream` names its random numbers), in all places
     or those of `parts` and `operators`, and with `backward` on gradients too.
 
-    `num_parts`: number of parts of the model; the place outside has that number. `errors`: of single parts, in place of
-    `error`. `elementwise`: softmax, activations and norms within the parts have the error too.
+    `num_parts`: number of parts of the model; the place outside has that number. `elementwise`: softmax, activations
+    and norms within the parts have the error too.
     """
 
     error: AppliedError
@@ -53,7 +53,6 @@ class Request(NamedTuple):
     parts: Container[int] | None = None
     backward: bool = False
     operators: Container[str] | None = None
-    errors: Mapping[int, AppliedError] = {}
     elementwise: bool = False
 
 
@@ -77,6 +76,8 @@ class Machine:
 
     def __init__(self, request: Request, observe_outside: Observe | None = None) -> None:
         self.request = request
+        # Asked for every product; isinstance on a pydantic class is slow.
+        self._is_quantized = isinstance(request.error, FakeQuantization)
         self._observe_outside = observe_outside
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.places = Places(request.num_parts, self._key)
@@ -98,7 +99,7 @@ class Machine:
             with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(not self._rounds_activations):
                 handles = self.places.hooks(roots, parts)
                 handles += self.norm_hooks(parts)
-                if isinstance(self.request.error, FakeQuantization):
+                if self._is_quantized:
                     mark = PlaceHook(lambda module, *_: mark_weights(module))
                     handles += [root.register_forward_pre_hook(mark) for root in roots]
                 yield
@@ -115,11 +116,10 @@ class Machine:
         if not _IN_USE.acquire(blocking=False):
             raise ModelError("a noisy machine is already simulated in this process; machines do not nest")
         self._before_first = before_first
-        is_of_operands = isinstance(self.request.error, FakeQuantization)
         self._registration = Registration(
             self._on_result,
             elementwise=self.request.elementwise,
-            on_operands=self._on_operands if is_of_operands else None,
+            on_operands=self._on_operands if self._is_quantized else None,
         )
         if self.request.elementwise:
             self._norms = NormKernels(lambda name, exact: self._on_result(name, exact, 2, ()))
@@ -154,7 +154,8 @@ class Machine:
 
     @property
     def _rounds_activations(self) -> bool:
-        return isinstance(self.request.error, FakeQuantization) and self.request.error.activations
+        error = self.request.error
+        return isinstance(error, FakeQuantization) and error.activations
 
     def add_backends(self) -> None:
         """Replace kernels of backends that have been loaded since."""
@@ -202,7 +203,7 @@ class Machine:
         if operator in SOFTMAX:
             result = result.clone()
         values = result.detach() if result.requires_grad else result
-        error: Any = self.request.errors.get(part, self.request.error)
+        error: Any = self.request.error
         # Exact type: isinstance on a pydantic class is slow.
         if type(error) is OwnError:
             self._apply_own(phase, operator, values, error, source)
@@ -229,7 +230,8 @@ class Machine:
         return here, node, is_gradient, places.part_of(node._sequence_nr()) if is_gradient else here.part
 
     def _on_operands(self, operator: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        self.identify()
+        if self._before_first is not None:
+            self.identify()
         _, _, is_gradient, part = self._where()
         phase = "backward" if is_gradient else self.request.stream
         error, parts = self.request.error, self.request.parts
@@ -245,7 +247,7 @@ class Machine:
     def _exemption(self, operator: str, part: int, is_gradient: bool, result: Tensor, num_terms: int) -> str | None:
         """Return why a result has no error; None if it gets one."""
         request = self.request
-        if isinstance(request.error, FakeQuantization):
+        if self._is_quantized:
             # Products have their errors in their factors; these are attention and convolutions.
             return "without a weight"
         if is_gradient and not request.backward:

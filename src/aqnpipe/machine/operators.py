@@ -22,6 +22,7 @@ from torch import Tensor
 
 from aqnpipe.device import dispatch_keys
 from aqnpipe.machine.quantized import mark_cast
+from aqnpipe.noise.kernels.error_models import renormalise
 
 OnResult = Callable[[str, Tensor, int, tuple[Tensor, ...]], Tensor]
 """Called with the name of an operator, its result, the number of terms of each sum, and its two factors where it is a
@@ -260,7 +261,7 @@ class Registration:
             noised = self._noised(name, exact, 2)
             if noised is exact:
                 return exact
-            noised = _as_distribution(noised, dim)
+            noised = renormalise(noised, dim)
             if scores.requires_grad and torch.is_grad_enabled():
                 # Autograd keeps the result of this kernel, which is not the one that the gradient needs.
                 noised.untyped_storage()._aqnpipe_exact = exact  # type: ignore[attr-defined]
@@ -327,12 +328,6 @@ def _plus(product: Tensor, added: Tensor, beta: Any, alpha: Any) -> Tensor:
     if is_bias or added.shape == product.shape or product.shape == torch.broadcast_shapes(product.shape, added.shape):
         return product.add_(added, alpha=beta)
     return product + beta * added
-
-
-def _as_distribution(probabilities: Tensor, dim: int) -> Tensor:
-    """Return noised probabilities without negative ones, and with the sum 1 along `dim`; rows of zeros stay."""
-    positive = probabilities.clamp_min(0)
-    return positive / positive.sum(dim, keepdim=True).clamp_min(torch.finfo(positive.dtype).tiny)
 
 
 def _written(target: Tensor, result: Tensor) -> Tensor:

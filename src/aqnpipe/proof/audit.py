@@ -63,7 +63,7 @@ _PLAIN = (Tensor, nn.Parameter)
 class AuditRequest(NamedTuple):
     """What the machine was asked to do, in the places `selected` by number and for the `operators`; None for all.
 
-    `errors`: of single places, in place of `error`. `elementwise`: softmax, activations and norms in layers too.
+    `elementwise`: softmax, activations and norms in layers too.
     """
 
     error: AppliedError
@@ -73,12 +73,7 @@ class AuditRequest(NamedTuple):
     selected: Set[int] | None
     backward: bool
     operators: Set[str] | None = None
-    errors: Mapping[int, AppliedError] = {}
     elementwise: bool = False
-
-    def error_in(self, part: int) -> AppliedError:
-        """Return the error of a place."""
-        return self.errors.get(part, self.error)
 
 
 class _Thread(threading.local):
@@ -111,7 +106,8 @@ class Audit:
         self._lock = threading.Lock()
         self._keys: dict[tuple[str, int, int], int] = {}
         # The backward pass of quantized operands has them too, without being asked for.
-        self._observes_gradients = request.backward or isinstance(request.error, FakeQuantization)
+        self._is_quantized = isinstance(request.error, FakeQuantization)
+        self._observes_gradients = request.backward or self._is_quantized
         # What a user announced of a size is checked beside single values, and takes more of them.
         self._samples = _SAMPLES_OF_OWN if isinstance(request.error, OwnError) else _SAMPLES
         self._recomputed = {**RECOMPUTED, **(ELEMENTWISE if request.elementwise else {})}
@@ -303,7 +299,7 @@ class Audit:
         if not is_product:
             result = function(*args, **kwargs)
             self._classify(observation, function, name, args, kwargs, result)
-            if isinstance(self.request.error, FakeQuantization):
+            if self._is_quantized:
                 observation.weights.note(function, _tensors((args, dict(kwargs))), _tensors(result))
             return result
         observation.norms += operator == "norm"
@@ -363,7 +359,7 @@ class Audit:
             passed, part, call = called or (start.passed, start.part, start.visit * _VISIT + number - start.node)
         phase = "backward" if is_gradient else self.request.stream
         cell = Cell(phase, self._names[part], operator, str(results[0].dtype).removeprefix("torch."))
-        if isinstance(self.request.error, FakeQuantization):
+        if self._is_quantized:
             self._quantized_product(observation, cell, part, arguments, results[0], is_gradient)
             return
         if is_gradient and called is None and part == self._outside:
@@ -401,7 +397,7 @@ class Audit:
                 numbered = numbered_in_order(found, results[nth]) if is_into else found
                 draws = Draws.of(key, call, stream + nth)
                 with self.exactly():
-                    seen = compare(numbered, self.request.error_in(part), draws, results[nth].dtype)
+                    seen = compare(numbered, self.request.error, draws, results[nth].dtype)
                 self.receipt.add(cell, seen)
         observation.nth += len(sampled) - 1 if is_gradient else 0
 
@@ -460,10 +456,7 @@ class Audit:
         number = self._num_outside
         if number & (number - 1) and number % _EVERY_OUTSIDE:
             return
-        sampled, error = (
-            self._sample_of(operator, dict(enumerate(factors)), result),
-            self.request.error_in(self._outside),
-        )
+        sampled, error = self._sample_of(operator, dict(enumerate(factors)), result), self.request.error
         cell = Cell(phase, OUTSIDE, operator, str(result.dtype).removeprefix("torch."))
         for found in sampled:
             with self.exactly():

@@ -16,11 +16,6 @@ from aqnpipe.proof.elementwise import ELEMENTWISE
 
 _SLOPE_TOLERANCE = 0.05
 _STANDARD_ERRORS = 6.0
-_SIZE_TOLERANCE = 0.1
-"""Relative deviation of a size from what a user announced that is accepted as an approximation."""
-_SIZE_ERRORS = 5.0
-_LARGEST_KURTOSIS = 9.0
-"""Of such errors, for the standard error of their root mean square: 3 for a normal distribution, 6 for Laplace's."""
 _RESOLVED = 0.15
 """Largest standard error with which the size of an error counts as measured."""
 
@@ -229,12 +224,8 @@ class MachineReceipt:
             if not total.recomputed:
                 continue
             size = math.sqrt(total.error_squared / total.recomputed)
-            tolerance = _SIZE_TOLERANCE + _SIZE_ERRORS * math.sqrt((_LARGEST_KURTOSIS - 1) / (4 * total.recomputed))
-            low, high = own.sizes
-            if not low * (1 - tolerance) <= size <= high * (1 + tolerance):
-                announced = f"{own.size:g}" if isinstance(own.size, float) else "{:g} to {:g}".format(*own.sizes)
-                found = f"a {own.quantity} size of {size:.4g} over {total.recomputed:,} values"
-                yield f"{phase}: {own.function} has {found}, announced {announced}"
+            if problem := own.size_problem(size, total.recomputed, "values"):
+                yield f"{phase}: {problem}"
 
     def _by_operator(self) -> dict[tuple[str, str, str], Seen]:
         found: dict[tuple[str, str, str], Seen] = {}

@@ -20,14 +20,13 @@ from aqnpipe.noise.injection.operators import (
     TorchFunction,
     is_contraction,
     linear_arguments,
-    renormalise,
     straight_through,
     sum_arguments,
 )
 from aqnpipe.noise.injection.phase_state import PhaseState
 from aqnpipe.noise.injection.quantized_operands import QuantizedOperands
 from aqnpipe.noise.injection.recomputed_weights import RecomputedWeights
-from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.error_models import apply_error_, renormalise
 from aqnpipe.noise.kernels.measured import root_mean_squares
 from aqnpipe.noise.kernels.stream import NoiseStream
 

@@ -105,12 +105,6 @@ def sum_arguments(
     return input, first, second, beta, alpha, out
 
 
-def renormalise(probabilities: Tensor, dim: int) -> Tensor:
-    """Return noised probabilities as a distribution: no negative entries, sum 1 along `dim`."""
-    positive = probabilities.clamp_min(0)
-    return positive / positive.sum(dim, keepdim=True)
-
-
 def straight_through(clean: Tensor, noised: Tensor) -> Tensor:
     """Return `noised` itself, with the gradient of `clean`. Nothing is saved for the backward pass."""
     return _StraightThrough.apply(clean, noised) if clean.requires_grad else noised

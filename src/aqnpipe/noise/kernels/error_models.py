@@ -1,5 +1,6 @@
 """Applies each error model to a computed tensor."""
 
+import torch
 from torch import Tensor
 
 from aqnpipe.config.measured_noise import OperatorError
@@ -36,3 +37,9 @@ def apply_error_(tensor: Tensor, error: TensorError, source: NoiseStream, input_
             return truncate_mantissa_(tensor, error.mantissa_bits)
         case OwnError():
             return add_own_(tensor, error, source)
+
+
+def renormalise(probabilities: Tensor, dim: int) -> Tensor:
+    """Return noised probabilities as a distribution: no negative ones, sum 1 along `dim`; rows of zeros stay."""
+    positive = probabilities.clamp_min(0)
+    return positive / positive.sum(dim, keepdim=True).clamp_min(torch.finfo(positive.dtype).tiny)

@@ -9,13 +9,6 @@ from aqnpipe.config.noise import ModuleNoise, OperatorNoise, Phase
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.receipts.receipt_content import NoiseCell, ReceiptContent, left_by_rounding
 
-_TOLERANCE = 0.1
-"""Relative deviation of a size from what was announced that is accepted as an approximation of the user's."""
-
-_STANDARD_ERRORS = 5.0
-_LARGEST_KURTOSIS = 9.0
-"""Of the errors, for the standard error of their root mean square: 3 for a normal distribution, 6 for Laplace's."""
-
 
 def own_error_problems(receipt: ReceiptContent) -> list[str]:
     """Return one line per phase whose error of a user's own had no effect, or another size than was announced."""
@@ -49,21 +42,8 @@ def _size_problems(error: OwnError, phase: Phase, cells: list[NoiseCell]) -> lis
     is_lost = error.sizes[0] > 0 and not left_by_rounding(error.sizes[0], rounding)
     if not is_lost and not any(cell.changed_elements for cell in cells):
         return [f"{phase}: {error.function} changed none of {sum(cell.elements for cell in cells):,} elements"]
-    smallest, largest = _accepted(error, elements, rounding)
-    if smallest <= measured <= largest:
-        return []
-    announced = f"{error.size:g}" if isinstance(error.size, float) else "{:g} to {:g}".format(*error.sizes)
-    return [
-        f"{phase}: {error.function} has a measured {error.quantity} size of {measured:.4g} over {elements:,} elements, "
-        f"announced {announced}"
-    ]
-
-
-def _accepted(error: OwnError, elements: int, rounding: float) -> tuple[float, float]:
-    """Return the limits of a measured size that agrees with the announced one.
-
-    Rounding adds its own error to a large one, and removes one that is smaller than half the spacing of numbers.
-    """
     low, high = error.sizes
-    tolerance = _TOLERANCE + _STANDARD_ERRORS * math.sqrt((_LARGEST_KURTOSIS - 1) / (4 * elements))
-    return left_by_rounding(low, rounding) * max(1 - tolerance, 0.0), math.hypot(high, rounding) * (1 + tolerance)
+    # Rounding adds its own error to a large one, and removes one that is smaller than half the spacing of numbers.
+    limits = left_by_rounding(low, rounding), math.hypot(high, rounding)
+    problem = error.size_problem(measured, elements, "elements", limits)
+    return [f"{phase}: {problem}"] if problem else []
