@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import gc
-from collections import Counter, defaultdict
+from collections import Counter
 
 import psutil
 import pytest
@@ -12,26 +12,7 @@ from attack_list import LEFT_TO_SLOW_TESTS, ONLY_IN_THE_TABLE, SABOTAGES, TEN_WA
 from micro_study import MicroStudy, finished_study
 from sabotage import Sabotage, attempt, untouched
 
-MOST_ALIKE = 6
-
-
-def some_of_those_alike(sabotages):
-    """Return at most `MOST_ALIKE` sabotages that the same check must find at the same job, evenly spaced in their list.
-
-    One comparison with numbers that an observer recomputed finds, say, every wrong key. `make attacks` tries all. Those
-    of the original experiments, and those that no check catches, are always among them.
-    """
-    alike = defaultdict(list)
-    for sabotage in sabotages:
-        always = sabotage.name if sabotage.facts or sabotage.reason else ""
-        alike[always, sabotage.group, sabotage.cause, sabotage.variant, sabotage.during].append(sabotage)
-    chosen = set()
-    for part in alike.values():
-        chosen |= {sabotage.name for sabotage in part[:: -(-len(part) // MOST_ALIKE)]}
-    return [sabotage for sabotage in sabotages if sabotage.name in chosen]
-
-
-TRIED = some_of_those_alike([sabotage for sabotage in SABOTAGES if sabotage.name not in ONLY_IN_THE_TABLE])
+TRIED = [sabotage for sabotage in SABOTAGES if sabotage.name not in ONLY_IN_THE_TABLE]
 FAST = {sabotage.name for sabotage in TRIED if sabotage.facts} - LEFT_TO_SLOW_TESTS
 NEEDED = {
     "keys": 25,
@@ -74,10 +55,6 @@ def finished(finished_as):
 
 
 def test_names_are_unique_and_the_ten_ways_are_among_them():
-    assert {sabotage.facts for sabotage in TRIED} - {None} == set(TEN_WAYS)
-    assert {(s.group, s.cause, s.variant, s.during) for s in TRIED} == {
-        (s.group, s.cause, s.variant, s.during) for s in SABOTAGES if s.name not in ONLY_IN_THE_TABLE
-    }
     assert len({sabotage.name for sabotage in SABOTAGES}) == len(SABOTAGES)
     assert {sabotage.facts for sabotage in SABOTAGES if sabotage.name in FAST} == set(TEN_WAYS)
     assert {sabotage.name for sabotage in TRIED if sabotage.facts} >= LEFT_TO_SLOW_TESTS

@@ -78,7 +78,12 @@ def cluster():
 def finished(cluster, inputs, tmp_path_factory):
     """Return a function that maps a name to the folder and messages of a finished run; each run is made once."""
     folder = tmp_path_factory.mktemp("runs")
-    requested = {"one": spec(num_workers=1), "two": spec(), "noisy, not promoted": spec(noisy=True)}
+    requested = {
+        "one": spec(num_workers=1),
+        "two": spec(),
+        "noisy": spec(noisy=True),
+        "noisy, not promoted": spec(noisy=True),
+    }
     kept = {}
 
     def get(name):
@@ -129,7 +134,7 @@ def test_two_workers_learn_what_one_does(finished):
 
 @pytest.mark.slow
 def test_the_receipt_is_of_both_workers(finished):
-    runs = [finished(name)[0] for name in ("one", "two", "noisy, not promoted")]
+    runs = [finished(name)[0] for name in ("one", "two", "noisy")]
     alone, together, noised = (read_json(run / "receipt.json", Receipt).check() for run in runs)
     assert (alone.num_workers, together.num_workers, noised.num_workers) == (1, 2, 2)
     passes = [{record.phase: record.forwards for record in receipt.phases} for receipt in (alone, together)]
@@ -149,6 +154,13 @@ def test_workers_draw_noise_of_their_own(finished):
     squares = [[cell["ratios"]["squares"] for cell in state["cells"]] for state in states]
     assert len(squares) == 2
     assert all(first != second for first, second in zip(*squares, strict=True))
+
+
+@pytest.mark.slow
+def test_the_same_run_gives_the_same_bytes(finished):
+    run, again = digests(finished("noisy")[0]), digests(finished("noisy, not promoted")[0])
+    del run["run.json"]
+    assert run == again
 
 
 SCRIPT = """
@@ -244,9 +256,13 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
     said = []
     run_training_job(spec(noisy=True), inputs, out / "run", out / "scratch", said.append)
     assert "resuming after step 2" in said[0]
-    again = digests(out / "run")
-    del again["run.json"]  # written when a run is promoted
-    assert again == digests(finished("noisy, not promoted")[0])
+    assert digests(out / "run") == digests(finished("noisy")[0])
+
+
+@pytest.mark.slow
+def test_an_error_of_a_worker_comes_out_as_it_is(cluster, inputs, tmp_path):
+    with pytest.raises(TrainingError, match=r"^base/test seed 0: grad_norm is \S+, beyond stop_grad_norm 1e-09"):
+        launch_workers(spec(stop_grad_norm=1e-9), inputs, workspace(tmp_path), None)
 
 
 @pytest.mark.parametrize("cause", ["dead", "refused", "bug", None])

@@ -32,8 +32,9 @@ def metrics(folder) -> pl.DataFrame:
     return read_table(folder / "metrics.parquet", TrainingMetrics)
 
 
-def test_gradient_checkpointing_changes_no_byte(inputs, tmp_path):
-    noise = {**NOISE, "operators": "all"}
+@pytest.mark.parametrize("operators", ["matmul", "all"])
+def test_gradient_checkpointing_changes_no_byte(inputs, tmp_path, operators):
+    noise = {**NOISE, "operators": operators}
     kept = run(training_spec(noise, AQN), inputs, tmp_path / "kept")
     again = run(training_spec(noise, AQN, gradient_checkpointing=True), inputs, tmp_path / "again")
     for file in ("metrics.parquet", "checkpoints/step2/model.safetensors"):

@@ -7,8 +7,11 @@ import textwrap
 import pytest
 import torch
 import trl.trainer.grpo_trainer as grpo
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from replacing import replaced
-from tiny_training import AQN, NOISE, run, training_spec, write_inputs
+from tiny_training import AQN, NOISE, run, scattered_rewards, training_spec, write_inputs
+from transformers import Trainer
 from trl import GRPOTrainer
 
 from aqnpipe.artifacts.files import read_json
@@ -18,9 +21,10 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.scoring import Graded
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation import transformers_backend
-from aqnpipe.training import callbacks, trainer
+from aqnpipe.training import callbacks, checkpoints, trainer
 from aqnpipe.training import run as training_run
 from aqnpipe.training.callbacks import CheckpointCallback
+from aqnpipe.training.sampler import PromptSampler
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 
 pytestmark = pytest.mark.usefixtures("rewards_that_teach")
@@ -99,6 +103,26 @@ def around(owner, name, make):
     return patch
 
 
+def with_inputs(change):
+    """Change the tensors that the loss gets."""
+    return around(
+        GRPOTrainer, "_compute_loss", lambda o: lambda self, model, inputs: o(self, model, change({**inputs}))
+    )
+
+
+def with_attribute(**values):
+    """Change attributes of the trainer after it is built."""
+
+    def changed(original):
+        def build(self, **kwargs):
+            original(self, **kwargs)
+            vars(self).update(values)
+
+        return build
+
+    return around(NoisyGRPOTrainer, "__init__", changed)
+
+
 def with_argument(**values):
     def changed(original):
         def arguments(*args):
@@ -121,6 +145,10 @@ def with_policy(change):
         return load
 
     return around(training_run, "load_policy", changed)
+
+
+def with_optimiser(**values):
+    return around(torch.optim.AdamW, "__init__", lambda o: lambda self, p, **k: o(self, p, **{**k, **values}))
 
 
 def every_second(original):
@@ -159,8 +187,18 @@ def checkpoint_of_the_step_before(original):
     return save
 
 
+def freeze(model):
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
+
+
 def drop_attention(model):
     model.model.layers[0].self_attn.attention_dropout = 0.1
+
+
+def decay_all(optimizer):
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1
+    return optimizer
 
 
 def scale_weights(model):
@@ -168,31 +206,163 @@ def scale_weights(model):
         model.model.layers[0].mlp.down_proj.weight.mul_(1.01)
 
 
+def masked_reference(self, original, model, phase, *args, **kwargs):
+    return original(self, self.model if phase == "reference" else model, phase, *args, **kwargs)
+
+
+def updated_reference(original):
+    def step(self, *args, **kwargs):
+        loss = original(self, *args, **kwargs)
+        self.ref_model.load_state_dict(self.model.state_dict())
+        return loss
+
+    return step
+
+
+def lose_moments(original):
+    def step(self, *args, **kwargs):
+        for state in self.state.values():
+            state["exp_avg"].zero_()
+        return original(self, *args, **kwargs)
+
+    return step
+
+
 KL = {"kl_coefficient": 0.05}
 SABOTAGES = {
     "learning rate": (with_argument(learning_rate=2e-3), {}, "learning_rate is 0.002, the study asks for 0.001"),
+    "learning rate decays": (
+        around(
+            Trainer,
+            "create_scheduler",
+            lambda o: (
+                lambda self, *a, **k: (
+                    o(self, *a, **k),
+                    setattr(self, "lr_scheduler", torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)),
+                )[0]
+            ),
+        ),
+        {},
+        "learning rate 0.0009 at step 2",
+    ),
     "KL sign": (
         changed("per_token_loss + self.beta * per_token_kl", "per_token_loss - self.beta * per_token_kl"),
         KL,
         "KL term has the wrong sign",
+    ),
+    "KL missing": (
+        changed("per_token_loss + self.beta * per_token_kl", "per_token_loss"),
+        KL,
+        r"KL term has coefficient 0, the study asks for 0\.05",
+    ),
+    "KL of another form": (
+        changed(
+            "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1",
+            "per_token_logps - ref_per_token_logps",
+        ),
+        KL,
+        "KL term has another form",
+    ),
+    "clipping off": (
+        changed("-torch.min(per_token_loss1, per_token_loss2)", "-per_token_loss1"),
+        {**OFF_POLICY, "clip_ratio": 1e-3},
+        "ratios are not clipped",
     ),
     "dual clip off": (
         changed("coef_1 = torch.clamp(coef_1, max=self.args.delta)", "pass"),
         {**OFF_POLICY, "clip_ratio": 1e-3, "clip_ratio_c": 1.002},
         "ratios are not limited to clip_ratio_c",
     ),
+    "advantage sign": (
+        with_inputs(lambda i: {**i, "advantages": -i["advantages"]}),
+        {},
+        "sign of the advantages",
+    ),
+    "advantages shuffled": (
+        with_inputs(lambda i: {**i, "advantages": i["advantages"].roll(1)}),
+        {"rollouts_per_prompt": 4, "micro_batch_size": 8},
+        "those of other completions|are not those of the rewards",
+    ),
+    "advantages not normalised": (
+        changed(
+            "advantages = advantages / (std_rewards + 1e-4)",
+            "pass",
+            inspect.unwrap(GRPOTrainer._generate_and_score_completions),
+        ),
+        {},
+        "not divided by the standard deviation",
+    ),
     "constant rewards": (
         with_rewards(lambda completions, **_: [1.0] * len(completions)),
         {},
         r"rewards of step 1: the trainer's mean is 1, the texts graded again give 0\.5",
     ),
+    "rewards of other rows": (
+        with_rewards(lambda completions, **_: scattered_rewards([None, *completions])[1:]),
+        {},
+        "sign of the advantages",
+    ),
+    "temperature of the sampler": (with_draws(temperature=0.5), {}, "tokens drawn in rollouts: .*temperature 0"),
     "seed of the sampler": (with_draws(seed=1), {}, "tokens drawn in rollouts: .*another seed"),
+    "temperature of the scores": (
+        around(trainer, "selective_log_softmax", lambda o: lambda logits, ids: o(logits / 1.5, ids)),
+        {},
+        "temperature|scaled",
+    ),
+    "logits rounded by the sampler": (
+        around(
+            transformers_backend._Draws,
+            "__call__",
+            lambda o: lambda self, logits, rows: o(self, logits.bfloat16().float(), rows),
+        ),
+        {},
+        "the sampler noted a log-probability|are not those of the study's draws",
+    ),
+    "optimiser step skipped": (
+        around(AcceleratedOptimizer, "step", every_second),
+        {},
+        "trainer counts 2 optimiser steps, the optimiser made 1",
+    ),
     "update without effect": (around(torch.optim.AdamW, "step", every_second), {}, "update 2 changed no weight"),
+    "gradients kept": (
+        around(torch.nn.Module, "zero_grad", lambda o: lambda self, *a, **k: None),
+        {},
+        "gradient in step 2 is not the sum",
+    ),
+    "gradients lost": (
+        around(
+            NoisyGRPOTrainer,
+            "training_step",
+            lambda o: lambda self, model, *a, **k: (model.zero_grad(), o(self, model, *a, **k))[1],
+        ),
+        {},
+        "gradient in step 1 is not the sum",
+    ),
+    "no gradient clipping": (
+        around(
+            Trainer,
+            "_clip_grad_norm",
+            lambda o: lambda self, model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+        ),
+        {"max_grad_norm": 0.05},
+        "gradient clipping",
+    ),
+    "weight decay": (with_argument(weight_decay=0.1), {}, r"weight_decay is 0\.1, the study asks for 0\.0"),
+    "weight decay of norms": (
+        around(Trainer, "create_optimizer", lambda o: lambda self, *a: decay_all(o(self, *a))),
+        {"weight_decay": 0.1},
+        r"step 1: the weight decay of .*(bias|norm.*) is 0\.1, the study asks for 0",
+    ),
+    "betas": (with_optimiser(betas=(0.8, 0.99)), {}, r"beta1 is 0\.8, the study asks for 0\.9"),
+    "epsilon": (with_optimiser(eps=1e-3), {}, "update 1 is not AdamW's|epsilon is"),
+    "moments lost": (around(torch.optim.AdamW, "step", lose_moments), {}, "not AdamW's|moments"),
+    "frozen weight": (with_policy(freeze), {}, "down_proj.weight is frozen"),
     "other initial weights": (
         with_policy(scale_weights),
         {},
         "before training is not the weight of the prepared model",
     ),
+    "dropout": (with_policy(drop_attention), {}, r"attention_dropout is 0\.1"),
     "dropout while a micro-batch is computed": (
         around(
             NoisyGRPOTrainer,
@@ -207,6 +377,90 @@ SABOTAGES = {
         {},
         "in the checkpoint of step 2 is not the weight in memory",
     ),
+    "checkpoint scaled": (
+        around(
+            checkpoints.CheckpointWriter,
+            "_save",
+            lambda o: (
+                lambda self, model, folder: (
+                    scale_weights(model),
+                    o(self, model, folder),
+                    model.model.layers[0].mlp.down_proj.weight.data.div_(1.01),
+                )[1]
+            ),
+        ),
+        {},
+        "in the checkpoint of step 1 is not the weight in memory",
+    ),
+    "prompts in order": (
+        around(PromptSampler, "__iter__", lambda o: lambda self: iter(sorted(o(self)))),
+        {},
+        "some are repeated",
+    ),
+    "prompts repeated": (
+        around(PromptSampler, "__iter__", lambda o: lambda self: iter([0 for _ in o(self)])),
+        {},
+        "some are repeated",
+    ),
+    "every epoch alike": (
+        around(
+            PromptSampler, "__init__", lambda o: lambda self, *a, **k: o(self, *a, **{**k, "steps_done": lambda: 0})
+        ),
+        {"epochs": 2, "num_steps": 5},
+        "prompts of the rollout after step 4",
+    ),
+    "fewer completions per prompt": (with_attribute(num_generations=4), {}, "num_generations is 4"),
+    "unfinished completions masked": (
+        changed(
+            'mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]',
+            "mask = completion_mask * ~completion_mask.bool().all(1, keepdim=True)",
+        ),
+        {},
+        "completions without an end token are left out",
+    ),
+    "reference is the policy": (
+        around(
+            NoisyGRPOTrainer,
+            "_log_probabilities",
+            lambda o: lambda self, *a, **k: masked_reference(self, o, *a, **k),
+        ),
+        {},
+        "not computed by the reference model",
+    ),
+    "reference updated": (
+        around(NoisyGRPOTrainer, "training_step", updated_reference),
+        {"num_steps": 3},
+        "reference model has other weights",
+    ),
+    "loss type": (with_attribute(loss_type="grpo"), {}, "loss_type is 'grpo', the study asks for 'dapo'"),
+    "denominator": (
+        changed("loss = (per_token_loss * mask).sum() / normalizer", "loss = (per_token_loss * mask).mean()"),
+        {},
+        "the loss is scaled by",
+    ),
+    "loss scaled on its way": (
+        around(Accelerator, "backward", lambda o: lambda self, loss, **k: o(self, 2 * loss, **k)),
+        {},
+        "the loss is scaled by 2",
+    ),
+    "penalty of the weights": (
+        around(
+            GRPOTrainer,
+            "_compute_loss",
+            lambda o: (
+                lambda self, model, inputs: (
+                    o(self, model, inputs) + 1e-3 * next(iter(model.parameters())).square().sum()
+                )
+            ),
+        ),
+        {},
+        "the loss in step 1 depends on weights other than through the logits",
+    ),
+    "old log-probabilities of other rows": (
+        with_inputs(lambda i: {**i, "old_per_token_logps": i["old_per_token_logps"].roll(1, 0)}),
+        OFF_POLICY,
+        "old log-probabilities",
+    ),
     "validation graded wrongly": (
         around(
             callbacks.ValidationCallback,
@@ -216,10 +470,36 @@ SABOTAGES = {
         {},
         "reports an accuracy of 1, graded again it is 0",
     ),
+    "validation edited after it was graded": (
+        around(
+            callbacks.ValidationCallback,
+            "on_step_end",
+            lambda o: (
+                lambda self, *a, **k: (o(self, *a, **k), self.accuracy.update(dict.fromkeys(self.accuracy, 0.9)))[0]
+            ),
+        ),
+        {},
+        "stored with an accuracy of 0.9, graded again it is 0",
+    ),
     "validation sampled": (
         around(transformers_backend, "_most_probable", lambda o: lambda logits, rows: logits.argmin(-1)),
         {},
         "tokens chosen in validation",
+    ),
+    "micro-batch dropped": (
+        around(
+            NoisyGRPOTrainer,
+            "training_step",
+            lambda o: (
+                lambda self, model, batch, *a, **k: (
+                    (setattr(self, "_step", self._step + 1), torch.tensor(0.0))[1]
+                    if self._step % 2
+                    else o(self, model, batch, *a, **k)
+                )
+            ),
+        ),
+        {},
+        "gradients of 1 micro-batches|were not trained on",
     ),
     "sequence dropped": (
         around(trainer, "micro_batches", lambda o: lambda batch, most: o(batch, most)[:-1]),
@@ -245,8 +525,19 @@ SABOTAGES = {
         BY_TOKENS,
         "a row that is no completion of the rollout",
     ),
+    "adapters scaled": (
+        with_policy(
+            lambda model: [layer.scaling.update(default=4.0) for layer in model.modules() if hasattr(layer, "lora_A")]
+        ),
+        {"lora": LORA},
+        r"low-rank adapters .*'scale': 4\.0",
+    ),
+    "adapters on in the reference": (
+        around(trainer, "adapters_off", lambda o: lambda model: __import__("contextlib").nullcontext()),
+        {"lora": LORA},
+        "not computed by the reference model",
+    ),
 }
-"""What `tests/attacks` does not try, and one of each kind for the fast tests."""
 FAST = {"learning rate", "KL sign", "constant rewards", "checkpoint of the step before", "seed of the sampler"}
 
 
