@@ -6,10 +6,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from aqnpipe.artifacts.files import RESULT_FOLDERS, STAGED, read_json
-from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.errors import ConfigError, DataError, ModelError
-from aqnpipe.models.prepared import PREPARED_MODEL_FILE
 
 _DAMAGED = 1
 
@@ -37,12 +34,7 @@ def verify(
     if not records:
         raise ConfigError(f"{results}: no records in jobs/, expected the results folder of a study")
     files, damages = _damages_of_jobs(records, results)
-    models = [
-        path.parent
-        for folder in RESULT_FOLDERS
-        for path in sorted((results / folder).rglob(PREPARED_MODEL_FILE))
-        if not any(part.endswith(STAGED) for part in path.parts)
-    ]
+    models = _models(results)
     damages += [damage for model in models for damage in _damage_of_model(model, results)]
     for damage in damages:
         typer.echo(f"{damage.path}: {damage.what}")
@@ -58,8 +50,23 @@ def verify(
     raise typer.Exit(_DAMAGED)
 
 
+def _models(results: Path) -> list[Path]:
+    """Return the folders of the models that a study made; not what a killed job left half written."""
+    from aqnpipe.artifacts.files import RESULT_FOLDERS, STAGED
+    from aqnpipe.models.prepared import PREPARED_MODEL_FILE
+
+    return [
+        path.parent
+        for folder in RESULT_FOLDERS
+        for path in sorted((results / folder).rglob(PREPARED_MODEL_FILE))
+        if not any(part.endswith(STAGED) for part in path.parts)
+    ]
+
+
 def _damages_of_jobs(records: Sequence[Path], results: Path) -> tuple[int, list[Damage]]:
     """Return the number of files that jobs wrote, and those that are damaged, by the records of the jobs."""
+    from aqnpipe.artifacts.files import RESULT_FOLDERS, read_json
+    from aqnpipe.artifacts.provenance import sha256_of_file
     from aqnpipe.runtime.job_records import JobRecord
 
     damages: list[Damage] = []
@@ -90,6 +97,7 @@ def _damages_of_jobs(records: Sequence[Path], results: Path) -> tuple[int, list[
 def _damage_of_model(folder: Path, results: Path) -> Iterator[Damage]:
     from aqnpipe.artifacts.retention import why_weights_are_gone
     from aqnpipe.models.loading import refuse_damaged
+    from aqnpipe.models.prepared import PREPARED_MODEL_FILE
 
     if why_weights_are_gone(folder):
         return
