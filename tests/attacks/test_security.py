@@ -17,6 +17,7 @@ from aqnpipe.config.study import load_study_file
 from aqnpipe.data.loader import load_problems
 from aqnpipe.data.prompts import format_prompt
 from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ModelError, printable
+from aqnpipe.models import chat_templates
 from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model
 
 ROOT = Path(__file__).parents[2]
@@ -164,6 +165,51 @@ def test_a_chat_template_cannot_reach_python(folder, tmp_path):
             format_prompt("What is 1 plus 1 ?", PromptFormat(style="chat"), tokenizer, ())
         assert "root:" not in str(caught.value)
     assert not trace.exists()
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        ({"chat_template.jinja": ENDLESS}, r"chat_template\.jinja: the chat template .* takes more than 2 s"),
+        ({"default": "{{ 'x' * 10**11 }}"}, r"config\.json: default: the chat template .* takes more than 4,000 MB"),
+        ({"default": "x" * 1_000_001}, "a chat template of 1,000,001 characters, expected 1,000,000"),
+    ],
+)
+def test_a_chat_template_without_end_is_one_line(folder, tmp_path, monkeypatch, template, line):
+    monkeypatch.setattr(chat_templates, "_SECONDS", 2)
+    for name, text in template.items():
+        if name.endswith(".jinja"):
+            (folder / name).write_text(text, encoding="utf-8")
+        else:
+            edit(folder / "tokenizer_config.json", chat_template=[{"name": name, "template": text}])
+    with pytest.raises(ModelError, match=line):
+        prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+    assert not (tmp_path / "prepared").exists()
+
+
+def test_chat_templates_that_end_are_tried_and_taken(folder, tmp_path):
+    usual = "{% for m in messages %}{{ bos_token }}{{ m.content | trim }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(usual, encoding="utf-8")
+    edit(folder / "tokenizer_config.json", chat_template="{{ raise_exception('not without a system prompt') }}")
+    prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+    assert (tmp_path / "prepared" / "chat_template.jinja").read_text(encoding="utf-8") == usual
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer_config.json"])
+def test_settings_that_are_no_file_or_too_large_are_one_line(folder, tmp_path, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    if name != "tokenizer_config.json":  # which a model need not have
+        with pytest.raises(ModelError, match=r"no regular file|without config.json"):
+            prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+    (folder / name).unlink()
+    with (folder / name).open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ModelError, match=r"1,099,511,627,776 bytes, expected at most 268,435,456"):
+        prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
 
 
 @pytest.mark.parametrize("results", ["a/../../elsewhere", "results/..", "a/.."])

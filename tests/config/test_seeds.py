@@ -98,6 +98,8 @@ def test_an_equivalence_margin_of_a_superiority_claim_needs_adaptive_seeds():
         ({"start": 1, "max": 8}, "seeds.start: found 1, expected at least 2"),
         (3, "seeds: found 3, expected a list"),
         ([], "seeds: found \\[\\], expected at least 1 entries"),
+        ([*range(10_001)], "seeds: found .*, expected at most 10,000 entries"),
+        ({"start": 2, "step": 9_999, "max": 10_001}, "seeds.max: found 10001, expected at most 10,000"),
     ],
 )
 def test_mistakes_in_a_study_file_are_judged_by_the_form_that_was_meant(seeds, words):

@@ -21,6 +21,8 @@ BUILTIN_MODELS: tuple[str, ...] = get_args(BuiltinModel)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _KERNEL = re.compile(r"[\w|]+")
 _MOST_LAYERS = 10_000
+_MOST_BYTES = 256 * 2**20
+"""Most bytes of a JSON file of a model; the tokenizers of the largest vocabularies have 35 MB."""
 _PATH_PREFIXES = ("/", "./", "../")
 _OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -164,8 +166,12 @@ def common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`; raises ModelError if the file contains anything else."""
+    """Return the JSON object in `path`; raises ModelError if the file is or contains anything else."""
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path}: no regular file, expected a JSON object")
     try:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise ModelError(f"{path}: {size:,} bytes, expected at most {_MOST_BYTES:,}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from error

@@ -21,6 +21,9 @@ from pydantic import Field
 from aqnpipe.config.validation_messages import FUNCTION_PATTERN
 from aqnpipe.errors import ConfigError
 
+TRUSTED_CODE = "AQNPIPE_TRUSTED_CODE"
+"""Environment variable with folders outside of the working directory whose code studies may run, separated by `:`."""
+
 OwnFunction = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
 """A function as `package.module:function`, behind the folder of its module if that is no usual place."""
 
@@ -45,19 +48,35 @@ def located(function: str, study_folder: Path) -> str:
     """Return a function that a study in `study_folder` names, with the folder of its module if that is no usual place.
 
     A folder in the name is relative to the study. A module that is nowhere, and text that names no function, stay as
-    they are and are refused later. ConfigError if a usual place and the folder of the study have different modules.
+    they are and are refused later. ConfigError if a usual place and the folder of the study have different modules, or
+    for code outside of the working directory that is not trusted.
     """
     if not re.match(FUNCTION_PATTERN, function):
         return function
     beside = os.path.normpath(study_folder / function)
     if _folder_of(function):
-        return beside
+        return _trusted(beside)
     if not _folder_of(beside) or _source_if_any(beside) is None:
         return function
     if _source_if_any(function) is None:
-        return beside
+        return _trusted(beside)
     _refuse_another(function, beside)
     return function
+
+
+def _trusted(function: str) -> str:
+    """Return a function; ConfigError if its folder is neither in the working directory nor a trusted one.
+
+    A study that somebody sends brings such code with it, so the study cannot say that it is trusted.
+    """
+    folder = Path(_folder_of(function)).resolve()
+    named = os.environ.get(TRUSTED_CODE, "")
+    if any(folder.is_relative_to(Path(place).resolve()) for place in (Path.cwd(), *filter(None, named.split(":")))):
+        return function
+    raise ConfigError(
+        f"{function}: its code is outside of the working directory and would run with your rights, expected "
+        f"{TRUSTED_CODE}={folder} in the environment, if you trust it"
+    )
 
 
 def source_of(function: str) -> Path:

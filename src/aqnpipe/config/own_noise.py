@@ -69,7 +69,9 @@ class OwnError(FrozenModel):
     """An error model of a user's own, which is a function of the contract `ErrorFunction`."""
 
     kind: Literal["own"] = "own"
-    function: OwnFunction = Field(description="package.module:function of (values, normals, **settings)")
+    function: OwnFunction = Field(
+        description="package.module:function of (values, normals, **settings), run with your rights"
+    )
     settings: dict[str, OwnValue] = Field(default={}, description="passed to the function by name")
     draws: int = Field(
         default=1, ge=0, le=MOST_DRAWS, description="independent normal numbers per element; 0: it is not random"
@@ -120,7 +122,9 @@ class OwnSchedule(FrozenModel):
     """A schedule of a user's own, which is a function of the contract `ScheduleFunction`."""
 
     kind: Literal["own"] = "own"
-    function: OwnFunction = Field(description="package.module:function of (step, num_steps, num_epochs, **settings)")
+    function: OwnFunction = Field(
+        description="package.module:function of (step, num_steps, num_epochs, **settings), run with your rights"
+    )
     settings: dict[str, OwnValue] = Field(default={}, description="passed to the function by name")
     sigma_max: float = Field(gt=0, description="announced upper limit of sigma")
     source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")

@@ -7,9 +7,11 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from aqnpipe.config.base import FrozenModel, TrainingSeed
 
-FixedSeeds = Annotated[tuple[TrainingSeed, ...], Field(min_length=1)]
-
 MAX_LOOKS = 50
+MOST_SEEDS = 10_000
+"""Most seeds of an arm. Planning takes time in proportion, and no study needs as many."""
+
+FixedSeeds = Annotated[tuple[TrainingSeed, ...], Field(min_length=1, max_length=MOST_SEEDS)]
 
 
 class AdaptiveSeeds(FrozenModel):
@@ -21,7 +23,7 @@ class AdaptiveSeeds(FrozenModel):
     start: int = Field(default=2, ge=2, description="seeds of every arm before the first look at the claims")
     step: int = Field(default=2, ge=1, description="seeds that every look adds to the arms whose claims are open")
     max: int = Field(
-        le=1_000_000, description="most seeds of an arm: `start` plus a multiple of `step`; may be raised later"
+        le=MOST_SEEDS, description="most seeds of an arm: `start` plus a multiple of `step`; may be raised later"
     )
     futility: float = Field(
         default=0.05,

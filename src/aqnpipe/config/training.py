@@ -52,7 +52,8 @@ class Reward(FrozenModel):
 
     scorer: Scorer | None = Field(default=None, description="1 if this scorer finds the response right, else 0")
     function: OwnFunction | None = Field(
-        default=None, description="package.module:function of (response, gold_answer), which returns a number"
+        default=None,
+        description="package.module:function of (response, gold_answer), which returns a number; run with your rights",
     )
     weight: float = Field(default=1.0, description="factor of this reward in the sum of all")
     source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")

@@ -172,6 +172,8 @@ def _expected(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
             return f"at most {context['le']:,}"
         case "string_too_long":
             return f"at most {context['max_length']} characters"
+        case "too_long":
+            return f"at most {context['max_length']:,} entries"
         case "too_short" | "string_too_short":
             return f"at least {context['min_length']} {'characters' if kind.startswith('string') else 'entries'}"
         case "string_pattern_mismatch":

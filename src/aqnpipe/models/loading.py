@@ -24,6 +24,7 @@ from aqnpipe.config.model import (
 )
 from aqnpipe.errors import ModelError, first_line
 from aqnpipe.models.adapted import find_base, has_only_adapters
+from aqnpipe.models.chat_templates import TEMPLATE_FILE, refuse_endless_templates
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel, read_prepared_model, write_prepared_model
 
 if TYPE_CHECKING:
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", TEMPLATE_FILE),
 )
 CONFIG_FILES = ("config.json", "generation_config.json")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
 """Exceptions that transformers raises for malformed files, and where a number format needs another package."""
-_FREE_TEXT = ("chat_template.jinja", "merges.txt")
+_FREE_TEXT = (TEMPLATE_FILE, "merges.txt")
 """Files that are copied whatever they contain."""
 # Tokenizer classes that use tokenizer.json unchanged.
 _VERBATIM_TOKENIZERS = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
@@ -162,6 +163,7 @@ def _model_files(folder: Path) -> list[Path]:
     others = [folder / name for name in (*CONFIG_FILES, *_TOKENIZER) if (folder / name).is_file()]
     for path in (path for path in others if path.name in _FREE_TEXT and not _is_inside(path, folder)):
         raise ModelError(f"{path}: a link to a file outside of its folder, expected the file itself")
+    refuse_endless_templates(folder)
     return weights + others
 
 
