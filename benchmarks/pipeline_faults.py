@@ -26,6 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from faulted_study import FaultedStudy, Run, WarmPython, differences
 from smallest import not_here, parse
+from typer.testing import CliRunner
+
+from aqnpipe.cli.main import app
+from aqnpipe.models.prepared import PREPARED_MODEL_FILE
 
 PAGE = Path(__file__).parents[1] / "docs" / "machine-faults.md"
 MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -36,6 +40,7 @@ SHARES = {
     "two at once": 2,
     "out of memory": 2,
     "clock": 3,
+    "one byte": 1,
 }
 """Trials of each kind in one round."""
 Faults = list[list[str]]
@@ -151,6 +156,47 @@ def clock(study: FaultedStudy, generator: random.Random, whole: Reference) -> Fa
     return [[f"clock {'ahead' if jump > 0 else 'back'}, and right again", "a study under way"]]
 
 
+def one_byte(study: FaultedStudy, generator: random.Random, whole: Reference) -> Faults:
+    """Change one byte of every file of finished results, one file after the other, then of all at once.
+
+    `aqnpipe verify` must name each, and what it removes with --repair must be made again.
+    """
+    if study.run()[0]:
+        raise BrokenError("the undisturbed study failed")
+    faults: Faults = []
+    files = [study.results / name for name, content in sorted(whole.expected.items()) if content]
+    changed = {path: _with_one_other_byte(path.read_bytes(), generator) for path in files}
+    for path, content in changed.items():
+        intact = path.read_bytes()
+        path.write_bytes(content)
+        named = _damaged(study)
+        # A damaged model is named by its record, and its weights too where a job wrote them.
+        if not named & {path, path.with_name(PREPARED_MODEL_FILE)}:
+            raise BrokenError(f"a changed byte of {path} was not found; found {sorted(named)}")
+        path.write_bytes(intact)
+        inside = path.relative_to(study.results).parts
+        faults.append(["one changed byte", inside[0] if len(inside) > 1 else "pages and tables"])
+    if named := _damaged(study):
+        raise BrokenError(f"found damage where there is none: {sorted(named)}")
+    for path, content in changed.items():
+        path.write_bytes(content)
+    _damaged(study, "--repair")
+    return faults
+
+
+def _with_one_other_byte(content: bytes, generator: random.Random) -> bytes:
+    position = generator.randrange(len(content))
+    return content[:position] + bytes([content[position] ^ 1 << generator.randrange(8)]) + content[position + 1 :]
+
+
+def _damaged(study: FaultedStudy, *options: str) -> set[Path]:
+    """Return the files that `aqnpipe verify` names."""
+    found = CliRunner().invoke(app, ["verify", str(study.results), *options])
+    if found.exit_code not in (0, 1):
+        raise BrokenError(f"verify ended with {found.exit_code}: {found.output} {found.exception!r}")
+    return {Path(line.partition(": ")[0]) for line in found.output.splitlines() if not line.startswith("verify:")}
+
+
 KINDS: dict[str, Callable[[FaultedStudy, random.Random, Reference], Faults]] = {
     "kills": kills,
     "full disk": full_disk,
@@ -158,7 +204,21 @@ KINDS: dict[str, Callable[[FaultedStudy, random.Random, Reference], Faults]] = {
     "two at once": two_at_once,
     "out of memory": out_of_memory,
     "clock": clock,
+    "one byte": one_byte,
 }
+DETECTED = {
+    "SIGKILL of a job": "Snakemake, which names the job",
+    "SIGKILL of Snakemake and its jobs": "the next `snakemake`",
+    "SIGKILL of Snakemake alone": "the next `snakemake`",
+    "full disk": "the job, in one line",
+    "read-only disk": "`snakemake`, which does not start",
+    "two Snakemakes at once": "the lock of the study",
+    "a job killed by the kernel, out of memory": "Snakemake, which names the job",
+    "clock ahead, and right again": "the next `snakemake`",
+    "clock back, and right again": "the next `snakemake`",
+    "one changed byte": "`aqnpipe verify`, which names the file",
+}
+"""What notices each fault."""
 ON_A_DISK_OF_ITS_OWN = ("full disk", "read-only")
 
 
@@ -306,16 +366,26 @@ def _refuse_traceback(run: Run) -> None:
 
 def page(rows: list[dict[str, Any]], seconds: float) -> str:
     """Return the tally as Markdown."""
-    counts = collections.Counter((fault, where) for row in rows for fault, where in row["faults"])
-    total = counts.total()
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for row in rows:
+        for fault, where in row["faults"]:
+            counts[fault][where] += 1
+    total = sum(places.total() for places in counts.values())
     wrong = [row for row in rows if row["wrong"]]
+    lost = collections.Counter(
+        fault for row in wrong for fault in {fault for fault, _ in row["faults"]} or {row["kind"]}
+    )
     outcome = (
         "After each fault `snakemake`, without any argument, succeeded. The results had the same files with the same\n"
         "bytes as those of an undisturbed study."
         if not wrong
         else f"{len(wrong)} studies did not end as they should: {', '.join(str(row['seed']) for row in wrong)}."
     )
-    table = "".join(f"| {fault} | {where} | {count} |\n" for (fault, where), count in sorted(counts.items()))
+    table = "".join(
+        f"| {fault} | {places.total()} | {DETECTED[fault]} | {lost[fault]} | "
+        f"{', '.join(f'{where} {number}' for where, number in sorted(places.items()))} |\n"
+        for fault, places in sorted(counts.items())
+    )
     kinds = ", ".join(f"{kind} {sum(row['kind'] == kind for row in rows)}" for kind in KINDS)
     return f"""# Faults of the machine
 
@@ -324,9 +394,11 @@ def page(rows: list[dict[str, Any]], seconds: float) -> str:
 
 Studies: {kinds}. The command continues from the contents of its folder, so a longer run adds to this tally.
 
-| fault | running job | times |
-|---|---|---|
+| fault | tried | detected by | lost | running job, or place, and times |
+|---|---|---|---|---|
 {table}
+Lost are studies that did not end with the bytes of the undisturbed one. A fault that was not detected counts as lost.
+
 Snakemake and its jobs are separate processes, started by the usual commands, but forked from a process that has
 already imported the libraries (`tests/support/warm_python.py`); otherwise imports would take most of the time.
 `--cold` compares the bytes with those of a study without this shortcut. Where Snakemake was killed alone, its jobs

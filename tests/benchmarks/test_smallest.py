@@ -41,7 +41,10 @@ COMMANDS = {
     ("measured_noise", ()): "tiny: bfloat16 ",
     ("noise_overhead", ()): "peak of all tensors",
     ("parity", ()): "| tiny | float32 and bfloat16 | ",
-    ("pipeline_faults", ("--folder", "faults")): "| read-only disk | whole folder | 1 |",
+    (
+        "pipeline_faults",
+        ("--folder", "faults"),
+    ): "| read-only disk | 1 | `snakemake`, which does not start | 0 |",
     ("ragged_batches", ()): "ratio by rollout",
     ("rehearsal", (str(ROOT / "config" / "qwen2.5-1.5b.yaml"), "--questions", "questions", "--output", "made")): (
         "exit code 0 after "
