@@ -215,6 +215,35 @@ def test_a_wrong_rope_theta_is_a_fault_of_the_rotations_alone(captured, full, ti
     assert any(setting.startswith("config.rope_parameters") for setting in parity.settings)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_a_replay_another_setting_of_the_model_is_another_function(captured, full, low, tiny_folder, dtype):
+    """Each side's operators are right for its own settings, so no operator shows it."""
+    first = {"float32": full, "bfloat16": low}[dtype]
+    path = tiny_folder / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_theta"] = 500000.0
+    path.write_text(json.dumps(config))
+    parity = parity_of(first, captured(folder=tiny_folder, dtype=dtype))
+    assert parity.verdict == "different function"
+    assert parity.verdict not in WITHIN_ROUNDING
+    assert parity.summary.startswith("the two sides do not compute the same function: ")
+    assert "'rope_theta': 500000.0" in parity.summary
+    assert f"differ by {parity.log_probabilities.rms:.2g} nats" in parity.summary
+
+
+def test_settings_that_decide_no_value_are_no_other_function(captured, full, tiny_folder):
+    """Names, tokens, training, and a default that one file says."""
+    path = tiny_folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"initializer_range": 0.5, "attention_dropout": 0.1, "pad_token_id": 3, "use_cache": False}
+    del config["rms_norm_eps" if config["rms_norm_eps"] == 1e-6 else "initializer_range"]
+    path.write_text(json.dumps(config))
+    parity = parity_of(full, captured(folder=tiny_folder, attention="sdpa"))
+    assert parity.verdict == "rounding"
+    assert parity.log_probabilities.rms < 1e-4
+    assert "no input was the same" in parity.summary
+
+
 def test_the_cast_of_rms_norms_is_named(captured, low):
     class CastAfter(nn.Module):
         def __init__(self, norm):

@@ -9,7 +9,9 @@ from aqnpipe.artifacts.captures import CaptureIdentity
 from aqnpipe.config.measured_noise import ErrorFigures, is_norm
 
 OperatorVerdict = Literal["equal", "rounding", "different algorithm", "fault"]
-ParityVerdict = Literal["equal", "rounding", "different algorithm", "fault", "not located", "stale weights"]
+ParityVerdict = Literal[
+    "equal", "rounding", "different algorithm", "fault", "not located", "different function", "stale weights"
+]
 
 SEVERITY: tuple[ParityVerdict, ...] = get_args(ParityVerdict)
 WITHIN_ROUNDING: tuple[ParityVerdict, ...] = ("equal", "rounding")

@@ -70,8 +70,8 @@ def _trusted(function: str) -> str:
     A study that somebody sends brings such code with it, so the study cannot say that it is trusted.
     """
     folder = Path(_folder_of(function)).resolve()
-    named = os.environ.get(TRUSTED_CODE, "")
-    if any(folder.is_relative_to(Path(place).resolve()) for place in (Path.cwd(), *filter(None, named.split(":")))):
+    named = [Path(place) for place in os.environ.get(TRUSTED_CODE, "").split(":") if place]
+    if any(folder.is_relative_to(place.resolve()) for place in (Path.cwd(), *named)):
         return function
     raise ConfigError(
         f"{function}: its code is outside of the working directory and would run with your rights, expected "

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +36,11 @@ _SETTINGS = (
     *("batch_invariant", "batch_size", "padding", "num_decoded", "model_class"),
 )
 _IGNORED_CONFIG = ("max_position_embeddings", "use_cache", "architectures")
+_DECIDES_NO_VALUE = re.compile(
+    r"_?(architectures|max_position_embeddings|use_cache|dtype|torch_dtype|transformers_version|initializer_range|.*dropout"
+    r"|.*_token_id|name_or_path|id2label|label2id|output_.*|return_dict|problem_type|chunk_size_.*|tokenizer_class)"
+)
+"""Keys of config.json that change no logit of an evaluated model: names, tokens, training, formats of outputs."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,29 @@ def setting_differences(first: CaptureIdentity, second: CaptureIdentity) -> tupl
         keys = sorted((one.keys() | other.keys()) - set(_IGNORED_CONFIG))
         found += [(f"{title}.{key}", one.get(key), other.get(key)) for key in keys]
     return tuple(f"{name}: {one} / {other}" for name, one, other in found if one != other)
+
+
+def function_differences(first: CaptureIdentity, second: CaptureIdentity) -> tuple[str, ...]:
+    """Return the settings of the model that differ and may change what it computes, as `name: first / second`.
+
+    Keys that one file leaves out have the default of transformers.
+    """
+    one, other = (_completed(identity.config) for identity in (first, second))
+    return tuple(
+        f"{key}: {one.get(key)} / {other.get(key)}"
+        for key in sorted(one.keys() | other.keys())
+        if one.get(key) != other.get(key) and not _DECIDES_NO_VALUE.fullmatch(key)
+    )
+
+
+def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return config
+    found: dict[str, object] = CONFIG_MAPPING[kind](**config).to_dict()
+    return found
 
 
 def compare_operators(sides: Sides) -> tuple[OperatorParity, ...]:

@@ -14,7 +14,7 @@ from aqnpipe.artifacts.parities import (
     Substitution,
 )
 from aqnpipe.parity.capture_file import Capture
-from aqnpipe.parity.compare import Sides, compare_operators, setting_differences, sides_of
+from aqnpipe.parity.compare import Sides, compare_operators, function_differences, setting_differences, sides_of
 from aqnpipe.parity.effects import log_probability_differences
 
 _NAMED = 3
@@ -33,6 +33,10 @@ def parity_of(first: Capture, second: Capture, substitute: Callable[[Sides], Sub
     if verdict == "equal" and log_probabilities.largest > 0:
         # Operators were recorded on some tokens only, so the cause is in others.
         verdict = "not located"
+    # With the same inputs a setting that changes a result is a fault of its operator.
+    other_function = () if sides.same_inputs else function_differences(sides.first.identity, sides.second.identity)
+    if other_function and verdict != "fault" and log_probabilities.largest > 0:
+        verdict = "different function"
     stale = [*sides.first.identity.stale_parameters, *sides.second.identity.stale_parameters]
     if stale:
         verdict = "stale weights"
@@ -44,7 +48,7 @@ def parity_of(first: Capture, second: Capture, substitute: Callable[[Sides], Sub
     notes += _not_compared(sides)
     return ParityFile(
         verdict=verdict,
-        summary=_summary(verdict, sides, beyond),
+        summary=_summary(verdict, sides, beyond, other_function, log_probabilities.rms),
         first=sides.first.identity,
         second=sides.second.identity,
         same_inputs=sides.same_inputs,
@@ -72,7 +76,9 @@ def _not_compared(sides: Sides) -> tuple[str, ...]:
     return ()
 
 
-def _summary(verdict: ParityVerdict, sides: Sides, beyond: list[OperatorParity]) -> str:
+def _summary(
+    verdict: ParityVerdict, sides: Sides, beyond: list[OperatorParity], other_function: tuple[str, ...], rms: float
+) -> str:
     if verdict == "stale weights":
         parts = [
             f"the {name} side computed with other weights than its files: {_list(list(side.identity.stale_parameters))}"
@@ -80,6 +86,13 @@ def _summary(verdict: ParityVerdict, sides: Sides, beyond: list[OperatorParity])
             if side.identity.stale_parameters
         ]
         return f"{'; '.join(parts)}. What follows is not noise of a machine."
+    if verdict == "different function":
+        return (
+            f"the two sides do not compute the same function: their models have other settings "
+            f"({_list(list(other_function))}), and log-probabilities differ by {rms:.2g} nats (RMS). Operators were "
+            "compared with what their own side's settings ask for; capture the second side again with --replay to "
+            "see which of them differ on the same input."
+        )
     if verdict == "equal":
         return "every operator gives the same bits on both sides."
     if verdict == "not located":
@@ -87,8 +100,10 @@ def _summary(verdict: ParityVerdict, sides: Sides, beyond: list[OperatorParity])
             "log-probabilities differ although the recorded operators are equal: the cause is in tokens, batches or "
             "channels that were not recorded. Capture again with more --rows."
         )
-    if verdict == "rounding":
+    if verdict == "rounding" and sides.same_inputs:
         return "all operators differ by rounding at most."
+    if verdict == "rounding":
+        return "every operator is within rounding of the exact result for its own input; no input was the same."
     worst = [operator for operator in beyond if operator.verdict == verdict]
     first = beyond[0]
     return (
