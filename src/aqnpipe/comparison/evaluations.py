@@ -31,7 +31,7 @@ _DIGITS = 6
 _FILE = "aqnpipe_table"
 """Column that numbers tables that are read together."""
 
-_TOGETHER = 64
+_TOGETHER = 128
 """Tables read together: every query and every validation has a fixed cost, which is that of some thousand rows."""
 _IDENTITY_KEYS = frozenset({"model", "model_role", "arm", "arm_id", "seed", "step"})
 _INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})

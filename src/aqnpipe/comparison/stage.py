@@ -360,11 +360,11 @@ def _robustness_of_model(
     most = max(map(len, slopes.values()), default=0)
     # An arm may have fewer seeds than others, always the first ones.
     padded = {arm: np.append(values, np.full(most - len(values), np.nan)) for arm, values in slopes.items()}
-    variances = {arm: contrasts.seed_variance(model, [] if arm == PRETRAINED else [arm], padded) for arm in found}
+    variances = contrasts.variances(model, padded)
     return [
         empty | {"arm": arm, "problem": problems[arm]}
         if arm in problems
-        else empty | {"arm": arm} | robustness_row(levels, found[arm], variances[arm], alpha, clusters[arm])
+        else empty | {"arm": arm} | robustness_row(levels, found[arm], variances.of(arm), alpha, clusters[arm])
         for arm in arms
     ]
 
