@@ -289,7 +289,7 @@ class ArmVariances:
     ) -> None:
         self._means, self._weights, self._offsets = means, weights, offsets
         runs = Counter(identity for row in weights.values() for identity in row if identity is not None)
-        self._repeated = {arm for arm, row in weights.items() if any(runs[identity] > 1 for identity in row)}
+        self._repeated = {arm for arm, row in weights.items() if any(runs[str(identity)] > 1 for identity in row)}
         self._shared: dict[int, tuple[dict[str, int], SeedBlocks]] = {}
 
     def of(self, *compared: str) -> SeedVariance | None:

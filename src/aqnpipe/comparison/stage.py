@@ -146,7 +146,7 @@ def compare(
     write_table(outputs.comparisons, compared, ComparisonTable)
     write_csv(outputs.comparisons.with_suffix(".csv"), _with_reasons(compared, claims))
     _write(outputs.robustness, _table(_robustness_rows(study, contrasts), RobustnessTable), RobustnessTable)
-    _write(outputs.differences, _table(difference_rows(study, loaded), DifferenceTable), DifferenceTable)
+    _write(outputs.differences, _table(difference_rows(study, contrasts), DifferenceTable), DifferenceTable)
     write_json(
         outputs.claims,
         ClaimsFile(
