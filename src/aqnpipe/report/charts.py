@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from aqnpipe.report import numbers
 from aqnpipe.report.markup import INK, MUTED, described, render_svg, series_colour, series_dash, small_dot
-from aqnpipe.report.words import Words
+from aqnpipe.report.words import Words, at_noise
 
 PANEL_WIDTH, PANEL_HEIGHT = 270, 170
 ROW_HEIGHT = 34
@@ -53,7 +53,7 @@ def accuracy_panels(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: Wo
     """Return accuracy by arm, a panel per noise level: every seed with its interval, and the mean as a tick."""
     rows = in_percent(accuracy)
     levels = sorted(rows["noise_level"].unique().to_list())
-    return _accuracies(rows, "noise_level", {level: words.at(level) for level in levels}, keys, words)
+    return _accuracies(rows, "noise_level", {level: at_noise(level, words) for level in levels}, keys, words)
 
 
 def published_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:

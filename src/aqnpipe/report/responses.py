@@ -26,7 +26,7 @@ from aqnpipe.errors import DataError, first_line
 from aqnpipe.report import numbers
 from aqnpipe.report.claims import VERDICT_SYMBOLS, claim_text
 from aqnpipe.report.markup import inline, page_template
-from aqnpipe.report.words import Words, visible
+from aqnpipe.report.words import Words, at_noise, visible
 
 _PLACE = re.compile(r"eval/([^/]+)/([^/]+)/seed(\d+)/step(\d+)\.parquet$")
 _DIGITS = 9
@@ -357,7 +357,7 @@ class ResponsePages:
         words, found = self._words, rows.to_dicts()
         several = rows["noise_seed"].n_unique() > 1 or rows["sample"].n_unique() > 1
         return {
-            "heading": words.at(level),
+            "heading": at_noise(level, words),
             "responses": [self._response(row, found[0]["response"], several) for row in found],
         }
 

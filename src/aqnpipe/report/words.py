@@ -88,10 +88,6 @@ class Words:
         """Return a noise level as percent, or the name of the noise that it stands for."""
         return self.noises.get(level) or numbers.level(level)
 
-    def at(self, level: float) -> str:
-        """Return at which noise something is, or that it is without."""
-        return self("noise.at", level=level) if level else self("noise.without")
-
     def of(self, statement: Statement) -> str:
         """Return the text of a statement."""
         return self(statement.key, **statement.values)
@@ -136,3 +132,8 @@ def catalogue() -> dict[str, dict[Language, str]]:
 def load_words(language: Language, noises: Mapping[float, str] = MappingProxyType({})) -> Words:
     """Return the catalogue in `language`; `noises`: names of the study's named noises by level."""
     return Words(language, {key: texts[language] for key, texts in catalogue().items()}, noises)
+
+
+def at_noise(level: float, words: Words) -> str:
+    """Return at which noise something is, or that it is without."""
+    return words("noise.at", level=level) if level else words("noise.without")
