@@ -114,13 +114,11 @@ class Section:
 RunLink = Callable[[str, str, int], str]
 """(model, arm, seed) -> anchor of the run that a number comes from."""
 
-Rows = pl.DataFrame | Iterable[Mapping[str, Any]]
-
 
 def table_of(
     name: str,
     caption: str,
-    rows: Rows,
+    rows: pl.DataFrame | Iterable[Mapping[str, Any]],
     columns: str,
     words: Words,
     *,
