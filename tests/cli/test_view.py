@@ -21,7 +21,7 @@ from aqnpipe.cli.main import app
 from aqnpipe.cli.view import open_server
 from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.errors import ConfigError, DataError
-from aqnpipe.report import responses_page
+from aqnpipe.report import responses
 from aqnpipe.report.responses import Responses, differing
 
 HOSTILE = "<script>alert(1)</script>\u202e needle"
@@ -156,10 +156,10 @@ def test_a_claim_lists_the_questions_of_its_paired_tables(get, results):
     responses = Responses(results)
     for claim in (claim for claim in responses.claims if claim.seeds):
         changed = responses.changed_by(claim.comparison_id, "strict")
-        assert sum(one.treatment_better for one in changed) == sum(seed.treatment_better for seed in claim.seeds)
-        assert sum(one.control_better for one in changed) == sum(seed.control_better for seed in claim.seeds)
+        assert changed["treatment"].sum() == sum(seed.treatment_better for seed in claim.seeds)
+        assert changed["control"].sum() == sum(seed.control_better for seed in claim.seeds)
         body = get(f"/claim/{quote(claim.comparison_id, safe='')}")[2]
-        assert all(f"/question/{one.question_id}?" in body for one in changed)
+        assert all(f"/question/{name}?" in body for name in changed["question_id"])
 
 
 def test_a_question_shows_all_arms_seeds_and_levels_with_the_answers_of_all_scorers(get, results):
@@ -174,7 +174,7 @@ def test_a_question_shows_all_arms_seeds_and_levels_with_the_answers_of_all_scor
 
 def test_a_question_of_many_arms_begins_with_the_first_ones(get, monkeypatch):
     assert "Shown: the first" not in get("/question/q00003")[2]
-    monkeypatch.setattr(responses_page, "ARMS_AT_FIRST", 2)
+    monkeypatch.setattr(responses, "ARMS_AT_FIRST", 2)
     first = get("/question/q00003")[2]
     assert "Shown: the first 2 of 3 arms. Choose others above." in first
     assert "pretrained seed 0: " in first
@@ -202,7 +202,7 @@ def test_search_finds_questions_and_responses(get):
 
 
 def test_every_question_found_can_be_reached(get, monkeypatch):
-    monkeypatch.setattr(responses_page, "QUESTIONS_PER_PAGE", 15)
+    monkeypatch.setattr(responses, "QUESTIONS_PER_PAGE", 15)
     address, parts = "/search?q=what+is", []
     while address:
         body = get(address)[2]

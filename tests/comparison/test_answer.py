@@ -7,7 +7,7 @@ from aqnpipe.artifacts.looks import ClaimAtLook
 from aqnpipe.artifacts.statements import statement
 from aqnpipe.comparison.answer import answer_of
 from aqnpipe.config.analysis import ArmComparison
-from aqnpipe.report.claims_view import answer_text
+from aqnpipe.report.claims import answer_text
 from aqnpipe.report.words import load_words
 
 NBSP = "\u00a0"

@@ -11,7 +11,7 @@ from aqnpipe.comparison.claims import statements_of
 from aqnpipe.comparison.contrasts import Contrast, Scores, Side
 from aqnpipe.comparison.judgement import adjusted_tests, evidence_of, judge
 from aqnpipe.config.analysis import ArmComparison, DegradationComparison, LevelComparison, StatisticsConfig
-from aqnpipe.report.claims_view import sentence_text
+from aqnpipe.report.claims import sentence_text
 from aqnpipe.report.numbers import percent, points
 from aqnpipe.report.words import load_words
 from aqnpipe.statistics.crossed_effects import estimate_difference

@@ -16,7 +16,7 @@ from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evalua
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
-from aqnpipe.report.claims_view import sentence_text
+from aqnpipe.report.claims import sentence_text
 from aqnpipe.report.tables import analysis_text
 from aqnpipe.report.words import load_words
 

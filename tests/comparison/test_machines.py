@@ -17,7 +17,7 @@ from aqnpipe.config.study import load_study
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.models.loading import prepare_model
-from aqnpipe.report.machines_view import machines_section
+from aqnpipe.report.machines import machine_parts
 from aqnpipe.report.words import load_words
 
 pytestmark = pytest.mark.slow
@@ -126,9 +126,9 @@ def test_another_version_of_the_code_is_refused(study):
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_report_names_devices_and_what_differs(study, language):
-    section = machines_section(study.study, compared(study), load_words(language))
-    assert "cpu" in section.sentences[0]
-    assert any("dtype" in sentence for sentence in section.sentences)
-    assert len(section.table.rows) == 8  # two machines, two checkpoints, two levels
-    assert sum(row.alert for row in section.table.rows) == 4
-    assert machines_section(study.study, pl.DataFrame(), load_words(language)) is None
+    sentences, table = (part.content for part in machine_parts(study.study, compared(study), load_words(language)))
+    assert "cpu" in sentences[0]
+    assert any("dtype" in sentence for sentence in sentences)
+    assert len(table.rows) == 8  # two machines, two checkpoints, two levels
+    assert sum(row.alert for row in table.rows) == 4
+    assert machine_parts(study.study, pl.DataFrame(), load_words(language)) == ()

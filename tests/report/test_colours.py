@@ -7,8 +7,8 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from aqnpipe.report.claims_view import VERDICT_SYMBOLS
-from aqnpipe.report.svg import NUM_SERIES, palette_position, series_dash
+from aqnpipe.report.claims import VERDICT_SYMBOLS
+from aqnpipe.report.markup import NUM_SERIES, palette_position, series_dash
 
 CSS = (resources.files("aqnpipe.report") / "templates" / "report.css").read_text()
 SCHEMES = dict(zip(("light", "dark"), re.findall(r":root\{(.*?)\}", CSS, re.DOTALL), strict=False))

@@ -1,7 +1,7 @@
 import pytest
 
 from aqnpipe.errors import DataError
-from aqnpipe.report.costs import Cost, read_cost
+from aqnpipe.report.inputs import Cost, read_cost
 
 HEADER = "s\tmax_rss\tcpu_time\n"
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from aqnpipe.artifacts.sampler_distance import DistanceGrowth
-from aqnpipe.report.distance_view import growth_sentences, invariance_sentences
+from aqnpipe.report.training import growth_sentences, invariance_sentences
 from aqnpipe.report.words import load_words
 
 EN, ZH = load_words("en"), load_words("zh")

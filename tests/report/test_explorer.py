@@ -6,13 +6,7 @@ import pytest
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.analysis import ArmPair
-from aqnpipe.report.explorer import (
-    MAX_QUESTIONS_PER_GROUP,
-    MAX_RESPONSE_CHARACTERS,
-    explored_pair,
-    explorer,
-    flips,
-)
+from aqnpipe.report.explorer import MAX_QUESTIONS_PER_GROUP, MAX_RESPONSE_CHARACTERS, explored_pair, explorer, flips
 from aqnpipe.report.inputs import read_inputs
 
 
@@ -96,11 +90,11 @@ def test_questions_that_flip_in_most_seeds_come_first():
         *(flip("q5", 0, True), flip("q5", 1, False)),
     ]
     found = explorer(ArmPair(treatment="A", control="B"), pl.DataFrame([r for r in rows if isinstance(r, dict)]), 10, 3)
-    assert [question.question_id for question in found.groups[0].shown] == ["q3", "q1", "q2"]
-    assert [question.num_flips for question in found.groups[0].shown] == [3, 2, 2]
-    assert [question.seed for question in found.groups[0].shown] == [0, 1, 0]
-    assert [question.question_id for question in found.groups[1].shown] == ["q4"]
-    assert [response.correct for response in found.groups[1].shown[0].responses] == [False, True]
+    assert [question["question_id"] for question in found.groups[0]["shown"]] == ["q3", "q1", "q2"]
+    assert [question["num_flips"] for question in found.groups[0]["shown"]] == [3, 2, 2]
+    assert [question["seed"] for question in found.groups[0]["shown"]] == [0, 1, 0]
+    assert [question["question_id"] for question in found.groups[1]["shown"]] == ["q4"]
+    assert [response["correct"] for response in found.groups[1]["shown"][0]["responses"]] == [False, True]
     assert (found.num_flipped, found.num_both_ways, found.num_questions) == (5, 1, 10)
 
 
@@ -108,10 +102,10 @@ def test_long_lists_and_long_responses_are_cut_and_say_so():
     long = "x" * (MAX_RESPONSE_CHARACTERS + 5)
     rows = pl.DataFrame([flip(f"q{n:03}", 0, True, long) for n in range(MAX_QUESTIONS_PER_GROUP + 9)])
     group = explorer(ArmPair(treatment="A", control="B"), rows, 100, 1).groups[0]
-    assert group.num_questions == MAX_QUESTIONS_PER_GROUP + 9
-    assert len(group.shown) == MAX_QUESTIONS_PER_GROUP
-    assert len(group.shown[0].responses[0].text) == MAX_RESPONSE_CHARACTERS
-    assert group.shown[0].responses[0].left_out == 5
+    assert group["num_questions"] == MAX_QUESTIONS_PER_GROUP + 9
+    assert len(group["shown"]) == MAX_QUESTIONS_PER_GROUP
+    assert len(group["shown"][0]["responses"][0]["text"]) == MAX_RESPONSE_CHARACTERS
+    assert group["shown"][0]["responses"][0]["left_out"] == 5
 
 
 def test_the_page_shows_both_responses(built):

@@ -6,8 +6,7 @@ import pytest
 from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, SigmaFile, Verdict
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import LayerSigmas
-from aqnpipe.report.diagnosis_view import device_sentences
-from aqnpipe.report.guidance_view import guidance_sentences
+from aqnpipe.report.diagnosis import device_sentences, guidance_sentences
 from aqnpipe.report.inputs import Diagnosis
 from aqnpipe.report.words import load_words
 

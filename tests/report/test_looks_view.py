@@ -2,8 +2,7 @@
 
 from types import SimpleNamespace
 
-from aqnpipe.report.claims_view import seeds_per_arm
-from aqnpipe.report.looks_view import look_table
+from aqnpipe.report.claims import look_table, seeds_per_arm
 from aqnpipe.report.summary import _look_lines
 from aqnpipe.report.words import load_words
 

@@ -7,8 +7,8 @@ import pytest
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.report import charts, claims_view, looks_view, provenance_view, summary, tables
-from aqnpipe.report.claims_view import ClaimGroup, ClaimRow, shown_groups
+from aqnpipe.report import charts, claims, receipts, summary, tables
+from aqnpipe.report.claims import ClaimGroup, ClaimRow, shown_groups
 from aqnpipe.report.tables import Row, Table
 from aqnpipe.report.words import load_words
 
@@ -18,7 +18,7 @@ def cut(built, tmp_path_factory):
     """The page with at most two arms in pictures and in the text of the study, and three arms on its first screen."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(charts, "MAX_ARMS_IN_PICTURES", 2)
-        patch.setattr(provenance_view, "MAX_ARMS_IN_STUDY", 2)
+        patch.setattr(receipts, "MAX_ARMS_IN_STUDY", 2)
         patch.setattr(tables, "MAX_ROWS_ON_PAGE", 3)
         return built.build(into=tmp_path_factory.mktemp("cut")).html
 
@@ -92,17 +92,17 @@ def test_claims_of_all_families_are_shown_in_their_order(most, shown):
 def test_a_refuted_claim_is_shown_before_those_that_came_out_as_expected_and_the_others_are_counted():
     (found,) = shown_groups([group("a", a1=SUPPORTED, a2=SUPPORTED, a3=("", "refuted"), a4=OPEN)], 1)
     assert [row.comparison_id for row in found.decided] == ["a3"]
-    sentence = claims_view.left_out_claims(found.left_out, load_words("en"))
+    sentence = claims.left_out_claims(found.left_out, load_words("en"))
     assert sentence == "3 more claims are in comparisons.csv and claims.json: 2 supported, 1 not shown."
-    assert claims_view.left_out_claims((), load_words("en")) == ""
+    assert claims.left_out_claims((), load_words("en")) == ""
 
 
 def test_a_look_names_the_first_claims_that_ended_and_counts_the_others(monkeypatch):
-    monkeypatch.setattr(looks_view, "MAX_CLAIMS_PER_LOOK", 2)
+    monkeypatch.setattr(claims, "MAX_CLAIMS_PER_LOOK", 2)
     states = ["supported", "refuted", "supported", "futile", "supported", "open"]
-    claims = [SimpleNamespace(comparison_id=f"c{number}", state=state) for number, state in enumerate(states)]
-    look = SimpleNamespace(look=1, seeds=2, claims=claims)
-    table = looks_view.look_table(SimpleNamespace(claims=[], looks=[look]), load_words("en"))
+    ended = [SimpleNamespace(comparison_id=f"c{number}", state=state) for number, state in enumerate(states)]
+    look = SimpleNamespace(look=1, seeds=2, claims=ended)
+    table = claims.look_table(SimpleNamespace(claims=[], looks=[look]), load_words("en"))
     ended = table.rows[0].cells[2]
     assert ended.startswith("c0 (supported)")
     assert "c1 (refuted)" in ended
@@ -111,12 +111,12 @@ def test_a_look_names_the_first_claims_that_ended_and_counts_the_others(monkeypa
 
 
 def test_a_claim_of_many_seeds_shows_the_first_ones(built, monkeypatch):
-    claims = read_json(built.folder / "claims.json", ClaimsFile)
-    num_rows = sum(len(claim.seeds) for claim in claims.claims)
-    monkeypatch.setattr(claims_view, "MAX_SEEDS_ON_PAGE", num_rows)
-    assert claims_view._seeds_per_claim(claims) == tables.MAX_ROWS_ON_PAGE
-    monkeypatch.setattr(claims_view, "MAX_SEEDS_ON_PAGE", 1)
-    assert claims_view._seeds_per_claim(claims) == 5
+    file = read_json(built.folder / "claims.json", ClaimsFile)
+    num_rows = sum(len(claim.seeds) for claim in file.claims)
+    monkeypatch.setattr(claims, "MAX_SEEDS_ON_PAGE", num_rows)
+    assert claims._seeds_per_claim(file) == tables.MAX_ROWS_ON_PAGE
+    monkeypatch.setattr(claims, "MAX_SEEDS_ON_PAGE", 1)
+    assert claims._seeds_per_claim(file) == 5
     table = Table("paired", "", ("seed",), tuple(Row((str(number),)) for number in range(8)), max_rows=5)
     assert (len(table.shown), table.num_left_out) == (5, 3)
 
@@ -130,7 +130,7 @@ def test_problems_among_the_rows_that_are_left_out_are_shown_up_to_a_limit(monke
 
 def test_runs_that_the_page_does_not_show_have_no_link(monkeypatch):
     monkeypatch.setattr(tables, "MAX_ROWS_ON_PAGE", 2)
-    run_link = provenance_view.run_links([SimpleNamespace(model="m", arm="a", seed=seed) for seed in range(3)])
+    run_link = receipts.run_links([SimpleNamespace(model="m", arm="a", seed=seed) for seed in range(3)])
     assert [run_link("m", "a", seed) for seed in range(3)] == ["run-1", "run-2", ""]
 
 

@@ -12,10 +12,9 @@ import vl_convert
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.report import claims_view
-from aqnpipe.report.claims_chart import claims_panel
+from aqnpipe.report import claims
 from aqnpipe.report.inputs import read_inputs
-from aqnpipe.report.paper import export_paper
+from aqnpipe.report.paper import claims_panel, export_paper
 from aqnpipe.report.words import load_words
 
 
@@ -54,7 +53,7 @@ def test_the_claims_are_one_picture_with_their_intervals(written, built):
 
 def test_a_long_claim_is_broken_into_lines_because_a_picture_cuts_what_is_beyond_its_edge(built):
     data, words = read_inputs(built.made.report_inputs(built.folder)), load_words("en")
-    overview = claims_view.claims_overview(built.study, data, words)
+    overview = claims.claims_overview(built.study, data, words)
     long = "Noise in training on every operator of every layer raises accuracy at 10 % noise in evaluation"
     rows = [
         row if row.strip is None else dataclasses.replace(row, claim=f"{long} {i}")

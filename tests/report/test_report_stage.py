@@ -22,11 +22,11 @@ from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.report import numbers, tables
 from aqnpipe.report.charts import SeriesKey
-from aqnpipe.report.claims_view import answer_text
+from aqnpipe.report.claims import answer_text
 from aqnpipe.report.inputs import read_inputs
-from aqnpipe.report.page import model_section
-from aqnpipe.report.svg import described, render_svg, series_colour, small_dot
-from aqnpipe.report.training_charts import MAX_DOTS, training_panels
+from aqnpipe.report.markup import described, render_svg, series_colour, small_dot
+from aqnpipe.report.page import model_figures
+from aqnpipe.report.training import MAX_DOTS, training_panels
 from aqnpipe.report.words import load_words
 
 PACKAGE = Path(aqnpipe.__file__).parent
@@ -302,8 +302,8 @@ def test_named_noises_are_categories_beside_the_curves(built, synthetic):
     )
     more = replace(data, accuracy=pl.concat([data.accuracy, named]), differences=pl.concat([data.differences, at_name]))
     words = load_words("en", {1.0: "fp4"})
-    figure = model_section(synthetic.study(evaluation=evaluation), more, "base", words, lambda *run: "").robustness
-    without = model_section(built.study, data, "base", load_words("en"), lambda *run: "").robustness
+    figure = model_figures(synthetic.study(evaluation=evaluation), more, "base", words, lambda *run: "")["robustness"]
+    without = model_figures(built.study, data, "base", load_words("en"), lambda *run: "")["robustness"]
     assert "Named noises have no place on an axis of scales and stand apart" in figure.caption
     assert figure.caption.endswith("without noise: fp4.")
     assert "axis of scales" not in without.caption
@@ -321,7 +321,7 @@ def test_named_noises_are_categories_beside_the_curves(built, synthetic):
 def test_tables_of_curves_are_left_out_with_a_note(built, monkeypatch):
     monkeypatch.setattr(tables, "MAX_CURVE_COLUMNS", 3)
     data = read_inputs(built.made.report_inputs(built.folder))
-    figure = model_section(built.study, data, "base", load_words("en"), lambda *run: "").training
+    figure = model_figures(built.study, data, "base", load_words("en"), lambda *run: "")["training"]
     assert figure.caption.endswith("8 runs are too many for tables of the curves; training.csv has their values.")
     assert not [table for table in figure.tables if table.name.startswith("curve-")]
     assert "too many for tables" not in built.html

@@ -2,8 +2,8 @@ import polars as pl
 
 from aqnpipe.artifacts.diagnoses import SigmaFile, Verdict
 from aqnpipe.config.noise import LayerSigmas
+from aqnpipe.report.diagnosis import strategy_group, strategy_table
 from aqnpipe.report.inputs import Diagnosis
-from aqnpipe.report.sigmas_view import strategy_group, strategy_table
 from aqnpipe.report.words import load_words
 
 VERDICT = Verdict(verdict="healthy", reason="", layer=None, type=None, findings=(), forward_equivalents=1, num_layers=2)

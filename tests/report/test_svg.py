@@ -3,7 +3,7 @@
 import altair as alt
 import polars as pl
 
-from aqnpipe.report.svg import render_svg
+from aqnpipe.report.markup import render_svg
 
 
 def test_a_chart_of_more_rows_than_altair_takes_is_drawn_whole():

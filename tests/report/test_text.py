@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqnpipe.report.text import clipped, visible
+from aqnpipe.report.words import clipped, visible
 
 
 @pytest.mark.parametrize(

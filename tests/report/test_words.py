@@ -25,6 +25,15 @@ CONSTANTS = {
     for node in ast.walk(tree)
     if isinstance(node, ast.Constant) and isinstance(node.value, str)
 }
+_COLUMN = re.compile(r"(\w+)(?:=\w+)?(?::([\w.]+))?")
+COLUMNS = [
+    _COLUMN.fullmatch(column).groups()
+    for text in CONSTANTS
+    if all(map(_COLUMN.fullmatch, text.split()))
+    for column in text.split()
+]
+"""(key of the header, form) of every column of a table, see `report.tables.table_of`."""
+CONSTANTS |= {key for key, _ in COLUMNS}
 
 CHINESE_BANNED = {
     "回执": "凭证",
@@ -98,6 +107,12 @@ def uses_in_code():
                 )
 
 
+def uses_in_columns():
+    """Yield every use by a form of a column, such as `verdict.`."""
+    for form in {form for _, form in COLUMNS if form and form.endswith(".")}:
+        yield Use(f"a column of the form {form}", pattern_of([form, None]), frozenset(), True)
+
+
 def template_parts(node):
     if isinstance(node, nodes.Concat):
         return [part.value if isinstance(part, nodes.Const) else None for part in node.nodes]
@@ -115,7 +130,7 @@ def uses_in_template():
 
 @pytest.fixture(scope="module")
 def uses():
-    found = [*uses_in_code(), *uses_in_template()]
+    found = [*uses_in_code(), *uses_in_columns(), *uses_in_template()]
     assert len(found) > 200
     return found
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from aqnpipe.report.costs import read_cost
+from aqnpipe.report.inputs import read_cost
 from aqnpipe.runtime import job_costs
 from aqnpipe.runtime.job_costs import costs_file, measured_costs
 

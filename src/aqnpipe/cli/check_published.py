@@ -126,7 +126,7 @@ def _remarks(check: "PublishedCheck", words: "Words") -> list[str]:
 
 
 def _conclusion(check: "PublishedCheck", words: "Words") -> str:
-    from aqnpipe.report.verdicts import summary_line
+    from aqnpipe.report.claims import summary_line
 
     impossible = words(
         "published.num_impossible",

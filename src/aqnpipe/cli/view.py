@@ -93,8 +93,7 @@ def open_server(results: Path, address: int | Path, scorer: str | None, language
 
     `address`: a port on 127.0.0.1 (0: any free one), or the path of a Unix socket.
     """
-    from aqnpipe.report.responses import Responses
-    from aqnpipe.report.responses_page import ResponsePages
+    from aqnpipe.report.responses import ResponsePages, Responses
     from aqnpipe.report.words import load_words
 
     if not results.is_dir():

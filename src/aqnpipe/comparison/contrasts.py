@@ -1,6 +1,7 @@
 """Resolve a comparison to two aligned score matrices, or to the reason why it cannot be made."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -126,8 +127,8 @@ class Contrasts:
     def __init__(self, study: Study, evaluations: Mapping[Checkpoint, LoadedEvaluation]) -> None:
         self._study = study
         self._evaluations = evaluations
-        self._seed_means: dict[tuple[str, float, bool], dict[str, FloatArray]] = {}
-        self._weights_of: dict[tuple[str, str], list[str | None]] = {}
+        self._study_seeds = study.seeds
+        self._variances: dict[tuple[str, float, bool], ArmVariances] = {}
 
     def of_all(self, comparisons: Sequence[Comparison]) -> list[Contrast]:
         """Return every comparison with its data; comparisons of equal sides get numbered ids."""
@@ -235,39 +236,31 @@ class Contrasts:
         compared = [arm for arm in dict.fromkeys((treatment.arm, control.arm)) if arm != PRETRAINED]
         change = comparison.kind != "arms"
         key = (treatment.model, treatment.noise_level, change)
-        if key not in self._seed_means:
+        if key not in self._variances:
             levels = [0.0, treatment.noise_level] if change else [treatment.noise_level]
-            self._seed_means[key] = dict(self._means_of_arms(treatment.model, levels))
-        return self.seed_variance(treatment.model, compared, self._seed_means[key])
+            self._variances[key] = self.variances(treatment.model, dict(self._means_of_arms(treatment.model, levels)))
+        return self._variances[key].of(*compared)
 
-    def seed_variance(
-        self, model: str, compared: Sequence[str], means: Mapping[str, FloatArray]
-    ) -> SeedVariance | None:
-        """Return the variance between seeds of one arm, or of the difference of two, from means[arm][seed].
+    def variances(self, model: str, means: Mapping[str, FloatArray]) -> "ArmVariances":
+        """Return the variances between seeds of trained arms of a model, from means[arm][seed].
 
-        The seeds are those of the study; a mean is NaN where the run is missing. None with a single seed.
+        The seeds are those of the study; a mean is NaN where the run is missing.
         """
-        if not compared or any(name not in means for name in compared):
-            return None
-        # Only arms whose seeds are those of all compared ones: an A/A control may have seeds of its own.
-        offsets = {self._study.arms[name].seed_offset for name in compared}
-        others = (name for name in means if name not in compared and {self._study.arms[name].seed_offset} == offsets)
-        order = [*compared, *others]
-        table = distinct_runs(np.stack([means[name] for name in order]), [self._weights(model, name) for name in order])
-        blocks = SeedBlocks(table)
-        return blocks.of_arm(0) if len(compared) == 1 else blocks.of_pair(0, 1)
+        return ArmVariances(
+            means,
+            {arm: self._weights(model, arm) for arm in means},
+            {arm: self._study.arms[arm].seed_offset for arm in means},
+        )
 
     def _weights(self, model: str, arm: str) -> list[str | None]:
-        if (model, arm) not in self._weights_of:
-            step = self._last_step(arm)
-            found = (self._evaluations.get((model, arm, seed, step)) for seed in self._study.seeds)
-            self._weights_of[model, arm] = [None if one is None else one.weights for one in found]
-        return self._weights_of[model, arm]
+        step = self._last_step(arm)
+        found = (self._evaluations.get((model, arm, seed, step)) for seed in self._study_seeds)
+        return [None if one is None else one.weights for one in found]
 
     def _means_of_arms(self, model: str, levels: Sequence[float]) -> Iterator[tuple[str, FloatArray]]:
         """Yield every trained arm with its mean scores [seed] at the last level, less those at the first of two."""
         for arm in (name for name, settings in self._study.arms.items() if settings.model == model):
-            yield arm, np.array([self._mean(model, arm, seed, levels) for seed in self._study.seeds])
+            yield arm, np.array([self._mean(model, arm, seed, levels) for seed in self._study_seeds])
 
     def _mean(self, model: str, arm: str, seed: int, levels: Sequence[float]) -> float:
         """Return the mean of a run; NaN if it was not evaluated or must not be used."""
@@ -280,6 +273,49 @@ class Contrasts:
             return math.nan
         first, last = (float(evaluation.levels[level].correct.mean()) for level in (levels[0], levels[-1]))
         return last - first if len(levels) > 1 else last
+
+
+class ArmVariances:
+    """Variances between seeds of arms: of one arm, or of the difference of two.
+
+    means, weights: mean scores, and digests of weights, of each arm [seed]. offsets: of the seeds of each arm.
+    """
+
+    def __init__(
+        self,
+        means: Mapping[str, FloatArray],
+        weights: Mapping[str, Sequence[str | None]],
+        offsets: Mapping[str, int],
+    ) -> None:
+        self._means, self._weights, self._offsets = means, weights, offsets
+        runs = Counter(identity for row in weights.values() for identity in row if identity is not None)
+        self._repeated = {arm for arm, row in weights.items() if any(runs[str(identity)] > 1 for identity in row)}
+        self._shared: dict[int, tuple[dict[str, int], SeedBlocks]] = {}
+
+    def of(self, *compared: str) -> SeedVariance | None:
+        """Return the variance of one arm or of the difference of two; None without any, and with a single seed."""
+        if not compared or any(name not in self._means for name in compared):
+            return None
+        rows, blocks = self._blocks(compared)
+        return blocks.of_arm(rows[compared[0]]) if len(compared) == 1 else blocks.of_pair(*(rows[a] for a in compared))
+
+    def _blocks(self, compared: Sequence[str]) -> tuple[Mapping[str, int], SeedBlocks]:
+        """Return the arms that estimate the variance, with their rows; they are the same for nearly every pair."""
+        # Only arms whose seeds are those of all compared ones: an A/A control may have seeds of its own.
+        first, *others = {self._offsets[name] for name in compared}
+        if others:
+            return self._stacked(compared)
+        is_own = not self._repeated.isdisjoint(compared)
+        if is_own or first not in self._shared:
+            # Of runs that occur several times, those of the compared arms are kept.
+            order = [*compared, *self._means] if is_own else self._means
+            stacked = self._stacked([name for name in dict.fromkeys(order) if self._offsets[name] == first])
+            return stacked if is_own else self._shared.setdefault(first, stacked)
+        return self._shared[first]
+
+    def _stacked(self, arms: Sequence[str]) -> tuple[dict[str, int], SeedBlocks]:
+        means = distinct_runs(np.stack([self._means[arm] for arm in arms]), [self._weights[arm] for arm in arms])
+        return {arm: row for row, arm in enumerate(arms)}, SeedBlocks(means)
 
 
 def checkpoint_name(checkpoint: Checkpoint) -> str:

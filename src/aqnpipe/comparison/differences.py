@@ -1,19 +1,17 @@
 """Every arm against one reference arm at every noise level, for the figure of differences. Not part of a family."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts
-from aqnpipe.comparison.evaluations import LoadedEvaluation
+from aqnpipe.comparison.contrasts import Contrast, Contrasts
 from aqnpipe.comparison.judgement import possible_interval
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
 
 
-def difference_rows(study: Study, evaluations: Mapping[Checkpoint, LoadedEvaluation]) -> list[dict[str, Any]]:
+def difference_rows(study: Study, contrasts: Contrasts) -> list[dict[str, Any]]:
     """Return a row per arm and level, after the last step, as in `artifacts.comparisons.DifferenceTable`."""
-    contrasts = Contrasts(study, evaluations)
     return [row for role in study.model_roles() for row in _rows_of_model(study, role, contrasts)]
 
 

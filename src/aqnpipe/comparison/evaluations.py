@@ -31,7 +31,7 @@ _DIGITS = 6
 _FILE = "aqnpipe_table"
 """Column that numbers tables that are read together."""
 
-_TOGETHER = 64
+_TOGETHER = 128
 """Tables read together: every query and every validation has a fixed cost, which is that of some thousand rows."""
 _IDENTITY_KEYS = frozenset({"model", "model_role", "arm", "arm_id", "seed", "step"})
 _INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
@@ -241,6 +241,8 @@ def setting_difference(first: LoadedEvaluation, second: LoadedEvaluation, *, of_
 
     `of_tokenizers`: count what follows from different tokenizers.
     """
+    if first.setting == second.setting:
+        return None
     for key in sorted({*first.setting, *second.setting}):
         if key.startswith(OF_THE_TOKENIZER) and not of_tokenizers:
             continue
@@ -302,17 +304,17 @@ def _levels(rows: pl.DataFrame, scorer: str, num_tables: int) -> list[dict[float
 def _level_scores(answers: pl.DataFrame, twin: float | None) -> LevelScores:
     """Return the scores of a level from its answers, sorted by noise seed and question."""
     seeds, counts = np.unique(answers["noise_seed"].to_numpy(), return_counts=True)
-    passes = answers["question_id"].to_numpy().reshape(len(seeds), -1) if len(set(counts)) == 1 else np.empty((0, 0))
-    alike = len(set(answers["samples"])) == 1 == len(set(answers["sample_digest"]))
-    whole = alike and len(passes) > 0 and bool((passes == passes[0]).all())
+    ids, number = answers["question_id"], int(counts[0])
+    alike = answers["samples"].n_unique() == 1 == answers["sample_digest"].n_unique() and bool((counts == number).all())
+    whole = alike and all(ids[start : start + number].equals(ids[:number]) for start in range(0, len(ids), number))
     has_clusters = whole and "cluster" in answers.columns
     return LevelScores(
-        question_ids=tuple(passes[0].tolist()) if whole else (),
+        question_ids=tuple(ids[:number].to_list()) if whole else (),
         noise_seeds=tuple(int(seed) for seed in seeds),
         num_samples=int(answers["samples"][0]),
         correct=(answers["correct"].to_numpy() if whole else np.empty(0)).reshape(len(seeds), -1),
         same_responses_as=twin,
-        clusters=Clusters.of(answers["cluster"][: len(passes[0])].to_list()) if has_clusters else None,
+        clusters=Clusters.of(answers["cluster"][:number].to_list()) if has_clusters else None,
     )
 
 

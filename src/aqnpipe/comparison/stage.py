@@ -146,7 +146,7 @@ def compare(
     write_table(outputs.comparisons, compared, ComparisonTable)
     write_csv(outputs.comparisons.with_suffix(".csv"), _with_reasons(compared, claims))
     _write(outputs.robustness, _table(_robustness_rows(study, contrasts), RobustnessTable), RobustnessTable)
-    _write(outputs.differences, _table(difference_rows(study, loaded), DifferenceTable), DifferenceTable)
+    _write(outputs.differences, _table(difference_rows(study, contrasts), DifferenceTable), DifferenceTable)
     write_json(
         outputs.claims,
         ClaimsFile(
@@ -360,11 +360,11 @@ def _robustness_of_model(
     most = max(map(len, slopes.values()), default=0)
     # An arm may have fewer seeds than others, always the first ones.
     padded = {arm: np.append(values, np.full(most - len(values), np.nan)) for arm, values in slopes.items()}
-    variances = {arm: contrasts.seed_variance(model, [] if arm == PRETRAINED else [arm], padded) for arm in found}
+    variances = contrasts.variances(model, padded)
     return [
         empty | {"arm": arm, "problem": problems[arm]}
         if arm in problems
-        else empty | {"arm": arm} | robustness_row(levels, found[arm], variances[arm], alpha, clusters[arm])
+        else empty | {"arm": arm} | robustness_row(levels, found[arm], variances.of(arm), alpha, clusters[arm])
         for arm in arms
     ]
 

@@ -1,8 +1,8 @@
-"""The figures of the report: sets of small panels that wrap on narrow screens; accuracy by arm, and cost."""
+"""The figures of the report: small panels that wrap on narrow screens; accuracy by arm and over the noise, and cost."""
 
 import math
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ import altair as alt
 import polars as pl
 from markupsafe import Markup
 
-from aqnpipe.report.svg import INK, described, render_svg, series_colour, series_dash, small_dot
-from aqnpipe.report.words import Words
+from aqnpipe.report import numbers
+from aqnpipe.report.markup import INK, MUTED, described, render_svg, series_colour, series_dash, small_dot
+from aqnpipe.report.words import Words, at_noise
 
 PANEL_WIDTH, PANEL_HEIGHT = 270, 170
 ROW_HEIGHT = 34
@@ -51,40 +52,38 @@ def panel(title: str, chart: alt.TopLevelMixin, label: str, *, wide: bool = Fals
 def accuracy_panels(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
     """Return accuracy by arm, a panel per noise level: every seed with its interval, and the mean as a tick."""
     rows = in_percent(accuracy)
-    bounds = _bounds(rows)
-    panels = []
-    for level in sorted(rows["noise_level"].unique().to_list()):
-        title = words("noise.at", level=level) if level else words("noise.without")
-        chart = _dot_rows(rows.filter(pl.col("noise_level") == level), keys, bounds, words)
-        panels.append(panel(title, chart, words("alt.accuracy", where=title)))
-    return panels
+    levels = sorted(rows["noise_level"].unique().to_list())
+    return _accuracies(rows, "noise_level", {level: at_noise(level, words) for level in levels}, keys, words)
 
 
 def published_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
     """Return published and measured accuracies by arm in two panels on one scale; `rows`: `published.side_by_side`."""
-    bounds = _bounds(rows)
-    panels = []
-    for kind in ("published", "measured"):
-        title = words(f"published.panel.{kind}")
-        chart = _dot_rows(rows.filter(pl.col("kind") == kind), keys, bounds, words)
-        panels.append(panel(title, chart, words("alt.accuracy", where=title)))
-    return panels
+    titles = {kind: words(f"published.panel.{kind}") for kind in ("published", "measured")}
+    return _accuracies(rows, "kind", titles, keys, words)
+
+
+def _accuracies(
+    rows: pl.DataFrame, by: str, titles: Mapping[Any, str], keys: Sequence[SeriesKey], words: Words
+) -> list[Panel]:
+    bounds = [float(rows["ci_low"].min()), float(rows["ci_high"].max())]  # type: ignore[arg-type]
+    charts = {
+        title: _dot_rows(rows.filter(pl.col(by) == value), keys, bounds, words) for value, title in titles.items()
+    }
+    return [panel(title, chart, words("alt.accuracy", where=title)) for title, chart in charts.items()]
 
 
 def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
-    """Return the wall time of every training run by arm, from zero; `rows` as `costs_view.cost_rows`."""
+    """Return the wall time of every training run by arm, from zero; `rows` as `page.cost_rows`."""
     names = _present(keys, rows)
-    about = pl.Series(
-        [
-            small_dot(arm)
-            if is_crowded(len(names), len(rows))
-            else described(arm, words("mark.minutes", arm=arm, seed=seed, minutes=f"{minutes:.2f}"))
-            for arm, seed, minutes in rows.select("arm", "seed", "minutes").iter_rows()
-        ],
-        dtype=pl.String,
-    )
+    many = is_crowded(len(names), len(rows))
+
+    def about(row: Mapping[str, Any]) -> str:
+        minutes = f"{row['minutes']:.2f}"
+        text = words("mark.minutes", arm=row["arm"], seed=row["seed"], minutes=minutes)
+        return small_dot(row["arm"]) if many else described(row["arm"], text)
+
     chart = (
-        alt.Chart(rows.with_columns(about=about), width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
+        alt.Chart(told(rows, about), width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
         .mark_point(filled=True, size=36, opacity=1)
         .encode(
             alt.X("minutes:Q").title(words("axis.minutes")).scale(zero=True),
@@ -105,13 +104,9 @@ def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float]
     title = words("axis.accuracy")
     x = alt.X("accuracy:Q").title(title).scale(domain=bounds, nice=True, zero=False)
     colour = colour_scale("arm", keys)
-    about = [small_dot(row["arm"]) if many else _about_seed(row, words) for row in rows.iter_rows(named=True)]
-    told = rows.with_columns(about=pl.Series(about, dtype=pl.String))
-    base = alt.Chart(told, width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
-    means = mean_and_range(rows, "arm")
-    means = means.with_columns(
-        about=pl.Series([about_mean(row, row["arm"], words) for row in means.iter_rows(named=True)], dtype=pl.String)
-    )
+    seeds = told(rows, lambda row: small_dot(row["arm"]) if many else _about_seed(row, words))
+    base = alt.Chart(seeds, width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
+    means = told(mean_and_range(rows, "arm"), lambda row: about_mean(row, row["arm"], words))
     intervals = base.mark_rule(strokeWidth=1.4, opacity=0.7).encode(
         alt.X("ci_low:Q").title(title).scale(domain=bounds, nice=True, zero=False),
         alt.X2("ci_high:Q"),
@@ -126,6 +121,35 @@ def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float]
         alt.Chart(means).mark_tick(thickness=2, size=9 if many else 26, color=INK).encode(x, y, description="about:N"),
     ]
     return alt.layer(*([] if many else [intervals]), *layers)
+
+
+def told(rows: pl.DataFrame, text: Callable[[Mapping[str, Any]], str], column: str = "about") -> pl.DataFrame:
+    """Return the rows with a column of texts, which marks have as their descriptions."""
+    return rows.with_columns(pl.Series(column, [text(row) for row in rows.iter_rows(named=True)], dtype=pl.String))
+
+
+def switched(row: Mapping[str, Any]) -> str:
+    """Return a description without a text: the mark is switched on and off with its arm."""
+    return described(row["arm"], "")
+
+
+def dashed_rules(rows: pl.DataFrame) -> alt.Chart:
+    """Return rules that mark a value for comparison."""
+    return alt.Chart(rows).mark_rule(color=MUTED, strokeDash=[3, 3], strokeWidth=1.2)
+
+
+def number_axis(field: str, title: str) -> alt.X:
+    """Return the axis of whole numbers such as steps and layers."""
+    return alt.X(f"{field}:Q").title(title).axis(grid=False, tickMinStep=1, format="d")
+
+
+def lines_with_dots(rows: pl.DataFrame, x: alt.X, y: alt.Y, by: str, keys: Sequence["SeriesKey"]) -> list[alt.Chart]:
+    """Return a line per series of `by` with a dot at every value; `rows` as from `told`."""
+    base, colour = base_chart(rows), colour_scale(by, keys)
+    return [
+        base.mark_line(strokeWidth=1.8).encode(x, y, color=colour, strokeDash=dash_scale(by, keys)),
+        base.mark_point(filled=True, size=22, opacity=1).encode(x, y, color=colour, description="about:N"),
+    ]
 
 
 def is_crowded(num_arms: int, num_runs: int) -> bool:
@@ -212,10 +236,129 @@ def dash_scale(field: str, keys: Sequence[SeriesKey]) -> alt.StrokeDash:
     return alt.StrokeDash(f"{field}:N", legend=None).scale(scale)
 
 
-def _bounds(rows: pl.DataFrame) -> list[float]:
-    return [float(rows["ci_low"].min()), float(rows["ci_high"].max())]  # type: ignore[arg-type]
-
-
 def in_percent(accuracy: pl.DataFrame) -> pl.DataFrame:
     """Return the table with accuracy and its interval in percent."""
     return accuracy.with_columns(pl.col("accuracy", "ci_low", "ci_high") * 100)
+
+
+_WIDE = 620
+_MARKS_IN_A_SMALL_PANEL = 12
+_LETTERS_IN_A_SMALL_PANEL = 36
+
+
+def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> Panel:
+    """Return every arm minus the reference arm at every level, as a dot with its interval; `differences` in fractions.
+
+    Columns as in `artifacts.comparisons.DifferenceTable`, without rows that have no difference.
+    """
+    rows = differences.with_columns(pl.col("difference", "ci_low", "ci_high") * 100)
+    rows = told(told(rows, lambda row: words.level(row["noise_level"]), "level"), switched, "plain")
+    rows = told(rows, lambda row: _about_difference(row, words))
+    levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
+    wide = _needs_width(len(rows), levels)
+    base = alt.Chart(rows, width=_WIDE if wide else PANEL_WIDTH, height=PANEL_HEIGHT + 30 * wide)
+    x, offset = _level_axis(levels, words), _arm_offset(keys)
+    title = words("axis.difference")
+    colour = colour_scale("arm", keys)
+    common = {"xOffset": offset, "color": colour, "description": "about:N"}
+    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
+    chart = alt.layer(
+        zero.encode(alt.Y("zero:Q").title(title)),
+        base.mark_rule(strokeWidth=2, opacity=0.8).encode(
+            x, alt.Y("ci_low:Q").title(title), alt.Y2("ci_high:Q"), **common | {"description": "plain:N"}
+        ),
+        base.mark_point(filled=True, size=44, opacity=1).encode(x, alt.Y("difference:Q").title(title), **common),
+    )
+    reference = rows["reference"][0]
+    return panel(
+        words("robustness.differences", reference=reference),
+        chart,
+        words("alt.differences", reference=reference),
+        wide=wide,
+    )
+
+
+def accuracy_over_noise(
+    accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: Words, *, many: bool = False
+) -> Panel:
+    """Return the mean accuracy of every arm over the levels as a line, and its seeds as dots.
+
+    many: the page has so many arms that the dots of seeds have no values of their own.
+    """
+    rows = in_percent(accuracy).with_columns(pl.col("noise_level") * 100)
+    means = told(mean_and_range(rows, "arm", "noise_level"), switched, "plain")
+    means = told(means, lambda row: _about_mean(row, words))
+    levels = sorted(rows["noise_level"].unique().to_list())
+    x = alt.X("noise_level:Q").title(words("axis.noise_scale")).axis(grid=False, values=levels)
+    y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
+    colour = colour_scale("arm", keys)
+    lines = base_chart(means).mark_line(strokeWidth=2)
+    points = base_chart(means).mark_point(filled=True, size=30, opacity=1)
+    seeds = base_chart(_with_seeds(rows, words, many))
+    chart = alt.layer(
+        seeds.mark_point(size=18, opacity=0.55, filled=many).encode(x, y, color=colour, description="about:N"),
+        lines.encode(x, y, color=colour, strokeDash=dash_scale("arm", keys), description="plain:N"),
+        points.encode(x, y, color=colour, description="about:N"),
+    )
+    return panel(words("robustness.accuracy"), chart, words("alt.robustness"))
+
+
+def accuracy_by_name(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: Words, *, many: bool = False) -> Panel:
+    """Return the accuracy of every arm under each named noise, beside that without noise, as dots over categories.
+
+    Named noises have no scale in common, so no line joins them. Columns and `many` as in `accuracy_over_noise`.
+    """
+    rows = told(in_percent(accuracy), lambda row: words.level(row["noise_level"]), "level")
+    # `_about_mean` expects levels in percent.
+    scaled = rows.with_columns(pl.col("noise_level") * 100)
+    means = told(mean_and_range(scaled, "arm", "noise_level", "level"), lambda row: _about_mean(row, words))
+    levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
+    wide = _needs_width(len(means), levels)
+    width, height = _WIDE if wide else PANEL_WIDTH, PANEL_HEIGHT + 30 * wide
+    x = _level_axis(levels, words)
+    y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
+    common = {"xOffset": _arm_offset(keys), "color": colour_scale("arm", keys), "description": "about:N"}
+    seeds = alt.Chart(_with_seeds(scaled, words, many), width=width, height=height)
+    chart = alt.layer(
+        seeds.mark_point(size=18, opacity=0.55, filled=many).encode(x, y, **common),
+        alt.Chart(means, width=width, height=height).mark_point(filled=True, size=44, opacity=1).encode(x, y, **common),
+    )
+    return panel(words("robustness.named"), chart, words("alt.named"), wide=wide)
+
+
+def _needs_width(num_marks: int, levels: Sequence[str]) -> bool:
+    return num_marks > _MARKS_IN_A_SMALL_PANEL or sum(map(len, levels)) > _LETTERS_IN_A_SMALL_PANEL
+
+
+def _level_axis(levels: Sequence[str], words: Words) -> alt.X:
+    return alt.X("level:N").sort(list(levels)).title(words("axis.noise")).axis(grid=False, labelAngle=0, ticks=False)
+
+
+def _arm_offset(keys: Sequence[SeriesKey]) -> alt.XOffset:
+    return alt.XOffset("arm:N").sort([key.name for key in keys]).scale(paddingOuter=0.6)
+
+
+def _about_difference(row: Mapping[str, Any], words: Words) -> str:
+    return described(
+        row["arm"],
+        words(
+            "mark.difference",
+            arm=row["arm"],
+            reference=row["reference"],
+            level=row["noise_level"],
+            difference=row["difference"] / 100,
+            interval=words.span(row["ci_low"] / 100, row["ci_high"] / 100, numbers.points),
+        ),
+    )
+
+
+def _about_mean(row: Mapping[str, Any], words: Words) -> str:
+    return about_mean(row, f"{row['arm']}, {words.level(row['noise_level'] / 100)}", words)
+
+
+def _with_seeds(rows: pl.DataFrame, words: Words, many: bool) -> pl.DataFrame:
+    def text(row: Mapping[str, Any]) -> str:
+        who = f"{words('run.name', arm=row['arm'], seed=row['seed'])}, {words.level(row['noise_level'] / 100)}"
+        return small_dot(row["arm"]) if many else about_seed(row, who, words)
+
+    return told(rows, text)

@@ -7,10 +7,8 @@ from pathlib import Path
 from aqnpipe.artifacts.comparisons import ClaimsFile, ComparisonTable
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.report import numbers
-from aqnpipe.report.claims_view import answer_text, claim_text
-from aqnpipe.report.text import visible
-from aqnpipe.report.verdicts import VERDICT_SYMBOLS, summary_line
-from aqnpipe.report.words import Language, Words, load_words
+from aqnpipe.report.claims import VERDICT_SYMBOLS, answer_text, claim_text, summary_line
+from aqnpipe.report.words import Language, Words, load_words, visible
 
 MAX_CLAIMS = 20
 """Verdicts shown; the decided ones come first, and the others are counted."""

@@ -1,7 +1,8 @@
 """The questions on which two arms disagree, with the responses of both."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import polars as pl
 
@@ -10,7 +11,7 @@ from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.study import Study
 from aqnpipe.report.inputs import Evaluated, ReportData
 from aqnpipe.report.responses import first_pass
-from aqnpipe.report.text import clipped
+from aqnpipe.report.words import clipped
 
 MAX_QUESTIONS_PER_GROUP = 15
 MAX_QUESTION_CHARACTERS = 700
@@ -35,51 +36,23 @@ TEXT_COLUMNS = ("question", "gold_answer", "treatment_response", "control_respon
 
 
 @dataclass(frozen=True)
-class Response:
-    """The response of one arm; `left_out` characters are cut off at its end."""
-
-    arm: str
-    correct: bool
-    text: str
-    left_out: int
-
-
-@dataclass(frozen=True)
-class FlippedQuestion:
-    """A question on which the two arms disagree in at least one seed, with the responses of `seed`."""
-
-    question_id: str
-    question: str
-    gold_answer: str
-    num_flips: int
-    seed: int
-    responses: tuple[Response, Response]
-
-
-@dataclass(frozen=True)
-class FlipGroup:
-    """Questions that, in most seeds with a flip, only the arm `winner` answers correctly."""
-
-    winner: str
-    num_questions: int
-    shown: tuple[FlippedQuestion, ...]
-    slug: str
-
-
-@dataclass(frozen=True)
 class Explorer:
-    """A pair of arms at a noise level: the number of flipped questions, and some of them in full."""
+    """A pair of arms at a noise level: the number of flipped questions, and some of them in full.
+
+    groups: per arm that alone answers a question correctly in most seeds with a flip: its name as `winner`,
+    `num_questions`, and those that are `shown`, each with the first of its seeds and what both arms responded there.
+    """
 
     pair: ArmPair
     num_seeds: int
     num_questions: int
     num_flipped: int
-    groups: tuple[FlipGroup, ...]
+    groups: tuple[Mapping[str, Any], ...]
 
     @property
     def num_both_ways(self) -> int:
         """The number of questions that flip equally often in both directions, which are in no group."""
-        return self.num_flipped - sum(group.num_questions for group in self.groups)
+        return self.num_flipped - sum(group["num_questions"] for group in self.groups)
 
 
 def explored_pair(study: Study, comparisons: pl.DataFrame) -> ArmPair | None:
@@ -136,39 +109,24 @@ def explorer(pair: ArmPair, flipped: pl.DataFrame, num_questions: int, num_seeds
         .agg(pl.col("sign").sum().alias("net"))
     )
     groups = []
-    for winner, column, wanted in (
-        (pair.treatment, "treatment_correct", pl.col("net") > 0),
-        (pair.control, "control_correct", pl.col("net") < 0),
-    ):
+    for side, wanted in (("treatment", pl.col("net") > 0), ("control", pl.col("net") < 0)):
         won = by_question.filter(wanted).sort(pl.col("net").abs(), "question_id", descending=[True, False])
-        shown = won["question_id"].head(MAX_QUESTIONS_PER_GROUP).to_list()
-        groups.append(
-            FlipGroup(
-                winner,
-                len(won),
-                tuple(_question(flipped, question_id, column) for question_id in shown),
-                column.split("_")[0],
-            )
-        )
+        shown = [_question(flipped, name, side) for name in won["question_id"].head(MAX_QUESTIONS_PER_GROUP)]
+        groups.append({"winner": getattr(pair, side), "num_questions": len(won), "shown": shown, "slug": side})
     return Explorer(pair, num_seeds, num_questions, by_question.height, tuple(groups))
 
 
-def _question(flipped: pl.DataFrame, question_id: str, winner_column: str) -> FlippedQuestion:
-    rows = flipped.filter((pl.col("question_id") == question_id) & pl.col(winner_column))
+def _question(flipped: pl.DataFrame, question_id: str, winner: str) -> dict[str, Any]:
+    """Return a question with the responses of both arms in the first seed in which `winner` alone is right."""
+    rows = flipped.filter((pl.col("question_id") == question_id) & pl.col(f"{winner}_correct"))
     row = rows.sort("seed").row(0, named=True)
-    return FlippedQuestion(
-        question_id=question_id,
-        question=clipped(row["question"] or "", MAX_QUESTION_CHARACTERS)[0],
-        gold_answer=row["gold_answer"] or "",
-        num_flips=len(rows),
-        seed=row["seed"],
-        responses=(_response(row["treatment"], row, "treatment"), _response(row["control"], row, "control")),
-    )
-
-
-def _response(arm: str, row: dict[str, object], side: str) -> Response:
-    text, left_out = clipped(str(row[f"{side}_response"]), MAX_RESPONSE_CHARACTERS)
-    return Response(arm, bool(row[f"{side}_correct"]), text, left_out)
+    responses = []
+    for side in ("treatment", "control"):
+        text, left_out = clipped(row[f"{side}_response"], MAX_RESPONSE_CHARACTERS)
+        responses.append({"arm": row[side], "correct": row[f"{side}_correct"], "text": text, "left_out": left_out})
+    question = clipped(row["question"] or "", MAX_QUESTION_CHARACTERS)[0]
+    gold = row["gold_answer"] or ""
+    return row | {"question": question, "gold_answer": gold, "num_flips": len(rows), "responses": responses}
 
 
 def _last_by_seed(evaluations: Sequence[Evaluated], arm: str) -> dict[int | None, Evaluated]:

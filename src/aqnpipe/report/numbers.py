@@ -66,8 +66,11 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
     "signed_nats": lambda value: signed(value, 4),
     "signed_2": lambda value: signed(value, 2),
     "p": _p_with_relation,
+    "p_value": p_value,
+    "scale": scale,
+    "metric": metric,
 }
-"""Forms of the placeholders in the catalogue of words; fractions become percent and points.
+"""Forms of placeholders in the catalogue of words, and of columns; fractions become percent and points.
 
 Besides, `count` with thousands separators, `count question|questions` with the noun, and Python's own (`.2f`).
 """

@@ -1,60 +1,144 @@
 """The sections of the page with their figures and tables."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from statistics import fmean
+from typing import TypeVar
 
 import polars as pl
 
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
-from aqnpipe.report import (
-    charts,
-    costs_view,
-    depth_charts,
-    diagnosis_view,
-    guidance_view,
-    noise_charts,
-    published,
-    sigmas_view,
-    tables,
-    training_charts,
-)
+from aqnpipe.report import charts, diagnosis, faults, machines, published, receipts, tables, training
 from aqnpipe.report.charts import SeriesKey
-from aqnpipe.report.distance_view import growth_sentences, invariance_sentences
-from aqnpipe.report.inputs import Diagnosis, ReportData, Run
-from aqnpipe.report.leaps import leap_sentences, leap_table, leaps
-from aqnpipe.report.tables import Figure, PanelGroup, RunLink, Table
+from aqnpipe.report.inputs import Cost, Diagnosis, Evaluated, ReportData, Run
+from aqnpipe.report.machines import MachineScale
+from aqnpipe.report.tables import Figure, PanelGroup, Part, RunLink, Section, Table, table_of
+from aqnpipe.report.training import growth_sentences, invariance_sentences, leap_sentences, leap_table, leaps
 from aqnpipe.report.words import Words
+
+Made = TypeVar("Made", Run, Evaluated)
+MINUTE = 60.0
+
+
+def cost_table(runs: Sequence[Run], evaluations: Sequence[Evaluated], words: Words) -> Table:
+    """Return one row per arm with means over its runs, relative to the first arm that has measurements."""
+    trained, evaluated = _measured(runs), _measured(evaluations)
+    first = _mean_seconds_per_step(next(iter(trained.values()))) if trained else None
+    rows = (
+        _cost_row(key[1], own, [cost for _, cost in evaluated.get(key, [])], first, words)
+        for key, own in trained.items()
+    )
+    columns = "arm runs seconds_per_run seconds_per_step times_first cpu_seconds peak_mb evaluation_seconds"
+    return table_of("costs", words("costs.table"), rows, columns, words, note=words("costs.note"))
+
+
+def cost_rows(runs: Sequence[Run]) -> pl.DataFrame:
+    """Return the columns arm, seed, minutes: wall time of every measured run."""
+    rows = [{"arm": run.arm, "seed": run.seed, "minutes": run.cost.seconds / MINUTE} for run in runs if run.cost]
+    return pl.DataFrame(rows, schema={"arm": pl.String, "seed": pl.Int64, "minutes": pl.Float64})
+
+
+def total_minutes(runs: Sequence[Run], evaluations: Sequence[Evaluated]) -> tuple[float, float]:
+    """Return the wall minutes of all training runs and of all evaluations, each summed over jobs."""
+    trained = sum(run.cost.seconds for run in runs if run.cost)
+    evaluation = sum(evaluated.cost.seconds for evaluated in evaluations if evaluated.cost)
+    return trained / MINUTE, evaluation / MINUTE
+
+
+def _measured(made: Sequence[Made]) -> dict[tuple[str, str], list[tuple[Made, Cost]]]:
+    """Return what has a measured cost, with it, by model and arm."""
+    found: dict[tuple[str, str], list[tuple[Made, Cost]]] = {}
+    for one in made:
+        if one.cost:
+            found.setdefault((one.source.model, one.source.arm), []).append((one, one.cost))
+    return found
+
+
+def _cost_row(
+    arm: str, own: Sequence[tuple[Run, Cost]], evaluations: Sequence[Cost], first: float | None, words: Words
+) -> dict[str, object]:
+    costs = [cost for _, cost in own]
+    per_step = _mean_seconds_per_step(own)
+    return {
+        "arm": arm,
+        "runs": len(own),
+        "seconds_per_run": _mean_and_range([cost.seconds for cost in costs], words),
+        "seconds_per_step": f"{per_step:.2f}",
+        "times_first": f"{per_step / first:.2f}" if first else None,
+        "cpu_seconds": f"{fmean(cost.cpu_seconds for cost in costs):.1f}",
+        "peak_mb": f"{max(cost.peak_mb for cost in costs):,.0f}",
+        "evaluation_seconds": f"{fmean(cost.seconds for cost in evaluations):.1f}" if evaluations else None,
+    }
+
+
+def _mean_seconds_per_step(own: Sequence[tuple[Run, Cost]]) -> float:
+    return fmean(cost.seconds / len(run.metrics) for run, cost in own)
+
+
+def _mean_and_range(values: Sequence[float], words: Words) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    span = words("span", low=f"{min(values):.1f}", high=f"{max(values):.1f}")
+    return f"{fmean(values):.1f} ({span})"
+
 
 ARMS_PER_PICTURE = 8
 """Lines of more arms than this in one picture cannot be distinguished, so training curves are split."""
 
 
-@dataclass(frozen=True)
-class ModelSection:
-    """The figures of one model role; None if there is nothing to show."""
+def sections(study: Study, data: ReportData, scales: Sequence[MachineScale], words: Words) -> list[Section]:
+    """Return the sections of the page behind the answer; the explorer has no parts, because it has its own template."""
+    run_link = receipts.run_links(data.runs)
+    models = {model: model_figures(study, data, model, words, run_link) for model in model_roles(data)}
+    verdicts = {model: [one for one in data.diagnoses if one.model == model] for model in models}
 
-    heading: str
-    accuracy: Figure | None
-    robustness: Figure | None
-    training: Figure | None
-    diagnosis: Figure | None
-    diagnosis_verdicts: Table | None
+    def of_models(name: str, none: str, *, folded: str = "") -> Section:
+        parts: list[Part] = []
+        for model, figures in models.items():
+            if name not in figures:
+                continue
+            stem = f"{name}-{model}" if len(models) > 1 else name
+            parts += [Part("heading", _heading(study, model, words))] if len(models) > 1 else []
+            if name == "diagnosis":
+                parts.append(Part("table", diagnosis.diagnosis_verdicts(verdicts[model], words), stem=stem))
+            figure = Part("figure", figures[name], stem=stem)
+            parts.append(Part("folded", (figure,), folded) if folded else figure)
+        return Section(name, tuple(parts) or (Part("text", words(none)),))
+
+    is_long = len(tables.arm_table(study, last_steps(data.accuracy), words).rows) > charts.MANY_ARMS
+    costs, compared = cost_figure(study, data, words), tables.comparison_table(data.comparisons, words)
+    checks = tables.comparison_checks(data.comparisons, words)
+    comparisons = (
+        Part("caption", words("comparisons.caption", power=study.config.statistics.power)),
+        Part("table", compared),
+        Part("folded", (Part("table", checks),), checks.caption),
+    )
+    found = [
+        of_models("accuracy", "accuracy.none", folded=words("accuracy.figure") if is_long else ""),
+        of_models("robustness", "accuracy.none"),
+        Section("machines", machines.machine_parts(study, data.machines, words)),
+        Section("scale", tuple(machines.scale_parts(scales))),
+        of_models("training", "training.none"),
+        of_models("diagnosis", "diagnosis.none"),
+        Section("faults", faults.fault_parts(data, words)),
+        Section("receipts", tuple(receipts.receipt_parts(data, words, run_link))),
+        Section("explorer", (Part("text", words("explorer.none")),)),
+        Section("comparisons", comparisons if compared.rows else (Part("text", words("comparisons.none")),)),
+        Section("costs", (Part("figure", costs) if costs else Part("text", words("costs.none")),)),
+        Section("provenance", tuple(receipts.provenance_parts(study, data, words, run_link))),
+        Section("published", published_parts(study, data.published, data.accuracy, words) if data.published else ()),
+    ]
+    return [section for section in found if section.parts]
 
 
-@dataclass(frozen=True)
-class PublishedSection:
-    """The published results beside the measured ones."""
-
-    caption: str
-    figure: Figure
-    claims: Table
-    sentences: Table
+def _heading(study: Study, model: str, words: Words) -> str:
+    source = study.config.models[model].source if model in study.config.models else ""
+    return words("model.heading", model=model, source=source) if study.has_training else words("model.checkpoints")
 
 
-def model_section(study: Study, data: ReportData, model: str, words: Words, run_link: RunLink) -> ModelSection:
-    """Return the figures of one model role."""
+def model_figures(study: Study, data: ReportData, model: str, words: Words, run_link: RunLink) -> dict[str, Figure]:
+    """Return the figures of one model role by section; there is none where there is nothing to show."""
     accuracy = data.accuracy.filter(pl.col("model") == model)
     robustness = data.robustness.filter(pl.col("model") == model)
     differences = data.differences.filter(pl.col("model") == model)
@@ -64,18 +148,15 @@ def model_section(study: Study, data: ReportData, model: str, words: Words, run_
     keys = every_key[: charts.MAX_ARMS_IN_PICTURES]
     cut = left_out_sentence(len(keys), len(every_key), words)
     diagnoses = [diagnosis for diagnosis in data.diagnoses if diagnosis.model == model]
-    source = study.config.models[model].source if model in study.config.models else ""
-    heading = words("model.heading", model=model, source=source) if study.has_training else words("model.checkpoints")
-    return ModelSection(
-        heading=heading,
-        accuracy=None if last.is_empty() else _accuracy_figure(study, last, accuracy, keys, cut, words, run_link),
-        robustness=None
-        if last.is_empty()
-        else _robustness_figure(study, last, robustness, differences, keys, cut, words),
-        training=_training_figure(runs, keys, cut, words) if runs else None,
-        diagnosis=_diagnosis_figure(study, diagnoses, runs, words) if diagnoses else None,
-        diagnosis_verdicts=diagnosis_view.diagnosis_verdicts(diagnoses, words) if diagnoses else None,
-    )
+    figures = {}
+    if not last.is_empty():
+        figures["accuracy"] = _accuracy_figure(study, last, accuracy, keys, cut, words, run_link)
+        figures["robustness"] = _robustness_figure(study, last, robustness, differences, keys, cut, words)
+    if runs:
+        figures["training"] = _training_figure(runs, keys, cut, words)
+    if diagnoses:
+        figures["diagnosis"] = _diagnosis_figure(study, diagnoses, runs, words)
+    return figures
 
 
 def left_out_sentence(num_shown: int, num_arms: int, words: Words) -> list[str]:
@@ -93,8 +174,8 @@ def last_steps(accuracy: pl.DataFrame) -> pl.DataFrame:
     return accuracy.filter(pl.col("step") == pl.col("step").max().over("model", "arm", "seed"))
 
 
-def published_section(study: Study, check: PublishedCheck, accuracy: pl.DataFrame, words: Words) -> PublishedSection:
-    """Return the published figures beside the measured ones."""
+def published_parts(study: Study, check: PublishedCheck, accuracy: pl.DataFrame, words: Words) -> tuple[Part, ...]:
+    """Return the section with the published figures beside the measured ones."""
     last = last_steps(accuracy)
     rows = published.side_by_side(check, last)
     found = (
@@ -103,62 +184,51 @@ def published_section(study: Study, check: PublishedCheck, accuracy: pl.DataFram
         published.published_losses(check, words),
     )
     panels = charts.published_panels(rows, _arm_keys(study, set(rows["arm"])), words) if not rows.is_empty() else []
-    return PublishedSection(
-        caption=words("published.caption", title=check.title),
-        figure=Figure(
-            caption="",
-            groups=(PanelGroup(panels),),
-            tables=tuple(table for table in found if table.rows),
-        ),
-        claims=published.published_claims(check, words),
-        sentences=published.published_sentences(check, words),
+    sentences = published.published_sentences(check, words)
+    parts = (
+        Part("table", published.published_claims(check, words)),
+        Part("folded", (Part("table", sentences),), sentences.caption),
+        Part("figure", Figure("", (PanelGroup(panels),), tuple(table for table in found if table.rows))),
     )
+    caption = Part("caption", words("published.caption", title=check.title))
+    return caption, Part("folded", parts, words("published.open"))
 
 
 def cost_figure(study: Study, data: ReportData, words: Words) -> Figure | None:
     """Return the cost of the arms; None if no job recorded its cost."""
-    rows = costs_view.cost_rows(data.runs)
+    rows = cost_rows(data.runs)
     if rows.is_empty():
         return None
-    training, evaluation = costs_view.total_minutes(data.runs, data.evaluations)
+    training, evaluation = total_minutes(data.runs, data.evaluations)
     every_key = _arm_keys(study, set(rows["arm"]))
     keys = every_key[: charts.MAX_ARMS_IN_PICTURES]
     caption = words("costs.caption", training=training, evaluation=evaluation)
     return Figure(
         caption=words.paragraph([caption, *left_out_sentence(len(keys), len(every_key), words)]),
         groups=(PanelGroup(charts.cost_panels(_of_arms(rows, keys), keys, words)),),
-        tables=(costs_view.cost_table(data.runs, data.evaluations, words),),
+        tables=(cost_table(data.runs, data.evaluations, words),),
+        is_open=True,
     )
 
 
 def training_table(runs: Sequence[Run]) -> pl.DataFrame:
     """Concatenate the metrics of all runs, with columns model, arm and seed first."""
-    identified = [
-        run.metrics.select(
-            pl.lit(run.model).alias("model"),
-            pl.lit(run.arm).alias("arm"),
-            pl.lit(run.seed, dtype=pl.Int64).alias("seed"),
-            pl.all(),
-        )
-        for run in runs
-    ]
-    return pl.concat(identified) if identified else pl.DataFrame()
+    parts = [_named(run.metrics, model=run.model, arm=run.arm, seed=run.seed) for run in runs]
+    return pl.concat(parts) if parts else pl.DataFrame()
 
 
 def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
     """Concatenate the layer metrics of all machines, with columns model and machine first and sigma last."""
-    identified = [
-        diagnosis.layers.select(
-            pl.lit(diagnosis.model).alias("model"),
-            pl.lit(diagnosis.machine).alias("machine"),
-            pl.all(),
-            pl.col("layer")
-            .replace_strict(diagnosis.sigmas.aqn.layer_sigmas, default=None, return_dtype=pl.Float64)
-            .alias("sigma"),
-        )
-        for diagnosis in diagnoses
-    ]
-    return pl.concat(identified) if identified else pl.DataFrame()
+    parts = []
+    for one in diagnoses:
+        sigma = pl.col("layer").replace_strict(one.sigmas.aqn.layer_sigmas, default=None, return_dtype=pl.Float64)
+        parts.append(_named(one.layers, model=one.model, machine=one.machine).with_columns(sigma.alias("sigma")))
+    return pl.concat(parts) if parts else pl.DataFrame()
+
+
+def _named(table: pl.DataFrame, **names: str | int) -> pl.DataFrame:
+    types = {name: pl.Int64 if isinstance(value, int) else pl.String for name, value in names.items()}
+    return table.select(*(pl.lit(value, types[name]).alias(name) for name, value in names.items()), pl.all())
 
 
 def _accuracy_figure(
@@ -209,15 +279,15 @@ def _noise_group(group: Sequence[SeriesKey], last: pl.DataFrame, differences: pl
     names = [key.name for key in group]
     many = charts.is_crowded(last["arm"].n_unique(), last.select("arm", "seed").n_unique())
     own = differences.filter(pl.col("arm").is_in(names) & pl.col("difference").is_not_null())
-    panels = [] if own.is_empty() else [noise_charts.difference_panel(own, group, words)]
+    panels = [] if own.is_empty() else [charts.difference_panel(own, group, words)]
     shown = last.filter(pl.col("arm").is_in(names))
     scales = shown.filter(pl.col("noise_level") < 1)
     if scales["noise_level"].n_unique() > 1:
-        panels.append(noise_charts.accuracy_over_noise(scales, group, words, many=many))
+        panels.append(charts.accuracy_over_noise(scales, group, words, many=many))
     # A named noise has no place on an axis of scales.
     named = shown.filter((pl.col("noise_level") >= 1) | (pl.col("noise_level") == 0))
     if named["noise_level"].max() not in (None, 0.0):
-        panels.append(noise_charts.accuracy_by_name(named, group, words, many=many))
+        panels.append(charts.accuracy_by_name(named, group, words, many=many))
     return PanelGroup(panels, legend=group)
 
 
@@ -247,7 +317,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
         caption=words.paragraph(caption),
         groups=tuple(
             PanelGroup(
-                training_charts.training_panels(
+                training.training_panels(
                     metrics.filter(pl.col("arm").is_in([key.name for key in group])),
                     group,
                     words,
@@ -267,13 +337,13 @@ def _diagnosis_figure(study: Study, diagnoses: Sequence[Diagnosis], runs: Sequen
     keys = [SeriesKey(diagnosis.machine, number) for number, diagnosis in enumerate(diagnoses, start=1)]
     faults = [fault for diagnosis in diagnoses for fault in diagnosis.verdict.simulated_faults]
     fault_layers = [layer for fault in faults if isinstance(layer := fault.get("layer"), int)]
-    panels, constant = depth_charts.diagnosis_panels(layer_table(diagnoses), keys, fault_layers, words)
+    panels, constant = diagnosis.diagnosis_panels(layer_table(diagnoses), keys, fault_layers, words)
     caption = [words("diagnosis.caption")]
     caption += [words("diagnosis.rule")] if fault_layers else []
     caption += [words("diagnosis.constant", metrics=", ".join(constant))] if constant else []
-    caption += diagnosis_view.device_sentences(diagnoses, runs, words)
-    caption += guidance_view.guidance_sentences(study.arms, diagnoses, words)
-    strategies, reasons = sigmas_view.strategy_group(diagnoses, words), sigmas_view.strategy_table(diagnoses, words)
+    caption += diagnosis.device_sentences(diagnoses, runs, words)
+    caption += diagnosis.guidance_sentences(study.arms, diagnoses, words)
+    strategies, reasons = diagnosis.strategy_group(diagnoses, words), diagnosis.strategy_table(diagnoses, words)
     return Figure(
         caption=words.paragraph(caption),
         groups=(PanelGroup(panels, legend=keys), *([strategies] if strategies else [])),

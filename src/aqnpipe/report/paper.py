@@ -3,25 +3,81 @@
 import csv
 import io
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import altair as alt
+import polars as pl
 import vl_convert
 from tabulate import tabulate
 
 from aqnpipe.artifacts.files import atomic_path, write_text
 from aqnpipe.config.study import Study
-from aqnpipe.report import claims_view, faults_view, looks_view, page, provenance_view, receipts, tables
+from aqnpipe.report import charts, claims, page, receipts
 from aqnpipe.report.charts import Panel
-from aqnpipe.report.claims_chart import claims_panel
+from aqnpipe.report.claims import ClaimsOverview
 from aqnpipe.report.inputs import ReportData
-from aqnpipe.report.overview import arm_table
-from aqnpipe.report.svg import light_spec
-from aqnpipe.report.tables import Figure, PanelGroup, Row, RunLink, Table
-from aqnpipe.report.text import visible
-from aqnpipe.report.words import Words
+from aqnpipe.report.machines import machine_scales
+from aqnpipe.report.markup import INK, light_spec
+from aqnpipe.report.tables import Figure, PanelGroup, Row, Table, arm_table, table_of
+from aqnpipe.report.words import Words, visible
+
+_WIDTH, _LINE_HEIGHT, _FONT_SIZE = 380, 14, 11
+_LETTERS_PER_LINE = {"en": 58, "zh": 30}
+
+
+def claims_panel(overview: ClaimsOverview, comparisons: pl.DataFrame, words: Words) -> Panel | None:
+    """Return the difference of every claim with its interval, in percentage points; None if none was compared.
+
+    Claims are in the study's order. `comparisons`: as in `artifacts.comparisons.ComparisonTable`.
+    """
+    found = {row["comparison_id"]: row for row in comparisons.iter_rows(named=True)}
+    texts = Counter(row.claim for row in overview.rows)
+    drawn = [
+        {
+            "claim": _wrapped(row.claim if texts[row.claim] == 1 else f"{row.claim} ({row.comparison_id})", words),
+            "difference": 100 * found[row.comparison_id]["difference"],
+            "low": 100 * found[row.comparison_id]["ci_low"],
+            "high": 100 * found[row.comparison_id]["ci_high"],
+        }
+        for row in overview.rows
+        if row.strip is not None
+    ]
+    if not drawn:
+        return None
+    names = [row["claim"] for row in drawn]
+    lines = [name.split("\n") for name in names]
+    row_height = _LINE_HEIGHT * (1 + max(map(len, lines)))
+    base = alt.Chart(pl.DataFrame(drawn), width=_WIDTH, height=row_height * len(drawn))
+    axis = alt.Axis(
+        labelColor=INK,
+        ticks=False,
+        domain=False,
+        labelLimit=0,
+        labelLineHeight=_LINE_HEIGHT,
+        labelFontSize=_FONT_SIZE,
+        minExtent=charts.room_for_labels((line for claim in lines for line in claim), _FONT_SIZE),
+        labelExpr="split(datum.label, '\\n')",
+    )
+    y = alt.Y("claim:N", axis=axis).sort(names).title(None)
+    title = words("claims.axis")
+    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
+    chart = alt.layer(
+        zero.encode(alt.X("zero:Q").title(title)),
+        base.mark_rule(strokeWidth=2, color=INK).encode(alt.X("low:Q").title(title), alt.X2("high:Q"), y),
+        base.mark_point(filled=True, size=44, opacity=1, color=INK).encode(alt.X("difference:Q").title(title), y),
+    )
+    return charts.panel(words("claims.label"), chart, words("claims.axis"), wide=True)
+
+
+def _wrapped(text: str, words: Words) -> str:
+    """Break a claim into lines, because a label beyond the edge of a picture is cut off."""
+    return "\n".join(textwrap.wrap(text, _LETTERS_PER_LINE[words.language]))
+
 
 FigureFormat = Literal["pdf", "svg"]
 TableFormat = Literal["latex", "csv"]
@@ -34,15 +90,6 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9]+")
 _NOT_IN_STEMS = re.compile(r"[^A-Za-z0-9_.]+")
 _FORMULA = re.compile(r"^[=+\-@\t\r]")
 _NUMBER = re.compile(r"^[+\-−]?[\d.,]+( to [+\-−]?[\d.,]+)?$")
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A picture of the report, under the name of its section and model."""
-
-    name: str
-    panel: Panel
-    has_legend: bool
 
 
 def export_paper(
@@ -58,8 +105,8 @@ def export_paper(
     contents = list(_sections(study, data, words))
     for name, figure, own in contents:
         if figures and figure is not None:
-            for drawn in _pictures(name, figure):
-                written += [_write_figure(folder, drawn, suffix) for suffix in figures]
+            for stem, spec in _pictures(name, figure):
+                written += [_write_figure(folder / "figures" / f"{stem}.{suffix}", spec) for suffix in figures]
         for table in own if formats else ():
             # Names of paired tables hold ids of comparisons, which a path cannot hold as they are.
             stem = f"{name}-{_NOT_IN_STEMS.sub('-', table.name)}"
@@ -68,88 +115,49 @@ def export_paper(
 
 
 def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[str, Figure | None, list[Table]]]:
-    run_link = provenance_view.run_links(data.runs)
-    overview = claims_view.claims_overview(study, data, words)
-    looks = looks_view.look_table(data.claims, words)
+    overview = claims.claims_overview(study, data, words)
+    looks = claims.look_table(data.claims, words)
     forest = claims_panel(overview, data.comparisons, words)
     drawn = None if forest is None else Figure(caption="", groups=(PanelGroup([forest]),), tables=())
     paired = [row.paired for row in overview.rows if row.paired is not None]
-    own = [_claim_table(overview, words), _arm_table(study, data, words), *([looks] if looks else []), *paired]
+    columns = "family claim verdict:verdict. difference interval in_words=sentence"
+    rows, caption = map(vars, overview.rows), words("claims.label")
+    verdicts = table_of("verdicts", caption, rows, columns, words, num_text_columns=3)
+    own = [verdicts, _arm_table(study, data, words), *([looks] if looks else []), *paired]
     yield "claims", drawn, own
-    models = page.model_roles(data)
-    for model in models:
-        section = page.model_section(study, data, model, words, run_link)
-        suffix = f"-{model}" if len(models) > 1 else ""
-        for name in ("accuracy", "robustness", "training", "diagnosis"):
-            figure: Figure | None = getattr(section, name)
-            if figure is not None:
-                yield f"{name}{suffix}", figure, list(figure.tables)
-        if section.diagnosis_verdicts is not None:
-            yield f"diagnosis{suffix}", None, [section.diagnosis_verdicts]
-    checks = tables.comparison_checks(data.comparisons, words)
-    yield "comparisons", None, [tables.comparison_table(data.comparisons, words), checks]
-    faults = faults_view.fault_section(data, words)
-    if faults is not None and faults.training is not None:
-        yield "faults", None, [faults.training]
-    for number, losses in enumerate(faults.losses if faults else (), start=1):
-        yield f"loss-{number}", losses.figure, list(losses.figure.tables)
-    costs = page.cost_figure(study, data, words)
-    if costs is not None:
-        yield "costs", costs, list(costs.tables)
-    yield "receipts", None, list(_receipt_tables(data, words, run_link))
-    yield (
-        "provenance",
-        None,
-        [
-            provenance_view.run_table(data.runs, words, run_link),
-            provenance_view.evaluation_table(data.evaluations, words, run_link),
-            provenance_view.version_table(data, words),
-        ],
-    )
-    if data.published is not None:
-        published = page.published_section(study, data.published, data.accuracy, words)
-        yield "published", published.figure, [published.claims, published.sentences, *published.figure.tables]
-
-
-def _receipt_tables(data: ReportData, words: Words, run_link: RunLink) -> Iterator[Table]:
-    yield receipts.run_overview(data.runs, words, run_link)
-    yield receipts.evaluation_overview(data.evaluations, words, run_link)
-    for found in receipts.run_receipts(data.runs, words):
-        yield replace(found.phases, name=f"phases-{_slug(found.name)}")
-
-
-def _claim_table(overview: claims_view.ClaimsOverview, words: Words) -> Table:
-    """Return every claim with verdict, difference, interval and the reason or finding in words."""
-    names = ("family", "claim", "verdict", "difference", "interval", "in_words")
-    rows = tuple(
-        Row((row.family, row.claim, words(f"verdict.{row.verdict}"), row.difference, row.interval, row.sentence))
-        for row in overview.rows
-    )
-    return Table("verdicts", words("claims.label"), tuple(words(f"column.{name}") for name in names), rows, 3)
+    for section in page.sections(study, data, machine_scales(study, data, words), words):
+        for stem, found in section.exported():
+            if isinstance(found, Figure):
+                yield stem, found, list(found.tables)
+            else:
+                yield stem, None, [found]
+    for run in data.runs:
+        phases, run_name = receipts.phase_table(run.receipt, words), words("run.name", arm=run.arm, seed=run.seed)
+        yield "receipts", None, [replace(phases, name=f"phases-{_slug(run_name)}")]
 
 
 def _arm_table(study: Study, data: ReportData, words: Words) -> Table:
     arms = arm_table(study, page.last_steps(data.accuracy), words)
     headers = (words("column.model"), arms.head, words("column.what"), *arms.levels)
-    rows = tuple(Row((row.model, row.name, row.description, *row.cells)) for row in arms.rows)
+    rows = tuple(Row((row["model"], row["name"], row["description"], *row["cells"])) for row in arms.rows)
     return Table("arms", arms.title, headers, rows, 3)
 
 
-def _pictures(name: str, figure: Figure) -> Iterator[Drawn]:
+def _pictures(name: str, figure: Figure) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the specification of every picture."""
     for number, group in enumerate(figure.groups, start=1):
         for place, panel in enumerate(group.panels, start=1):
             if isinstance(panel, Panel):
                 # Numbered, because a Chinese title leaves no letters for a name.
                 part = f"{number}-{place}" if len(figure.groups) > 1 else f"{place}"
-                yield Drawn(f"{name}-{part}-{_slug(panel.title)}", panel, bool(group.legend))
+                spec = light_spec(panel.chart, legend=bool(group.legend))
+                yield f"{name}-{part}-{_slug(panel.title)}", spec
 
 
-def _write_figure(folder: Path, drawn: Drawn, suffix: FigureFormat) -> Path:
-    spec = light_spec(drawn.panel.chart, legend=drawn.has_legend)
-    path = folder / "figures" / f"{drawn.name}.{suffix}"
+def _write_figure(path: Path, spec: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
-        if suffix == "svg":
+        if path.suffix == ".svg":
             temporary.write_text(vl_convert.vegalite_to_svg(spec), encoding="utf-8")
         else:
             temporary.write_bytes(vl_convert.vegalite_to_pdf(spec))

@@ -6,7 +6,7 @@ import polars as pl
 
 from aqnpipe.artifacts.published import CheckedAccuracy, CheckedClaim, PublishedCheck
 from aqnpipe.report import numbers
-from aqnpipe.report.tables import Row, Table
+from aqnpipe.report.tables import Table, table_of
 from aqnpipe.report.words import Words
 
 Means = Mapping[tuple[str, float], float]
@@ -21,23 +21,20 @@ def means_of(last: pl.DataFrame) -> Means:
 
 def published_accuracies(check: PublishedCheck, means: Means, words: Words) -> Table:
     """Return every published accuracy, whether it is possible, and what this study measured for the same arm."""
-    rows = tuple(
-        Row(
-            (
-                accuracy.label,
-                accuracy.printed,
-                numbers.count(accuracy.num_questions),
-                words.span(accuracy.ci_low, accuracy.ci_high, numbers.percent),
-                numbers.percent(_measured(check, accuracy, means)),
-                possibility(accuracy, words),
-            ),
-            alert=not accuracy.possible,
-        )
+    rows = (
+        vars(accuracy)
+        | {
+            "measured_here": _measured(check, accuracy, means),
+            "possible": possibility(accuracy, words),
+            "alert": not accuracy.possible,
+        }
         for accuracy in check.accuracies
     )
-    names = ("figure", "published", "questions", "interval", "measured_here", "possible")
-    headers = tuple(words(f"column.{name}") for name in names)
-    return Table("published-accuracies", words("published.accuracies"), headers, rows)
+    columns = (
+        "figure=label published=printed questions=num_questions:count interval=ci:spans_points "
+        "measured_here:points possible"
+    )
+    return table_of("published-accuracies", words("published.accuracies"), rows, columns, words)
 
 
 def possibility(accuracy: CheckedAccuracy, words: Words) -> str:
@@ -51,31 +48,28 @@ def possibility(accuracy: CheckedAccuracy, words: Words) -> str:
 
 def published_claims(check: PublishedCheck, words: Words) -> Table:
     """Return every published claim, tested again from the printed figures alone."""
-    rows = tuple(
-        Row(
-            (
-                claim_text(claim, words),
-                words(f"verdict.{claim.verdict}"),
-                _amount(claim, claim.difference),
-                _interval(claim, words),
-                numbers.p_value(claim.p_value),
-                numbers.p_value(claim.p_holm),
-                numbers.p_value(claim.p_run_to_run),
-            ),
-            alert=claim.verdict == "invalid",
-        )
+    rows = (
+        vars(claim)
+        | {
+            "claim": claim_text(claim, words),
+            "difference": _amount(claim, claim.difference),
+            "interval": _interval(claim, words),
+            "alert": claim.verdict == "invalid",
+        }
         for claim in check.claims
     )
-    names = ("claim", "verdict", "difference_in_unit", "interval", "p", "p_holm", "p_run_to_run")
-    headers = tuple(words(f"column.{name}") for name in names)
-    return Table("published-claims", words("published.claims"), headers, rows, 2)
+    columns = (
+        "claim verdict:verdict. difference_in_unit=difference interval p=p_value:p_value p_holm:p_value "
+        "p_run_to_run:p_value"
+    )
+    return table_of("published-claims", words("published.claims"), rows, columns, words, num_text_columns=2)
 
 
 def published_sentences(check: PublishedCheck, words: Words) -> Table:
     """Return what the printed figures show about every published claim, in words, with the method."""
-    rows = tuple(Row((claim_text(claim, words), _sentence(claim, words))) for claim in check.claims)
-    headers = (words("column.claim"), words("column.in_words"))
-    return Table("published-sentences", words("published.sentences"), headers, rows, 2)
+    rows = ({"claim": claim_text(claim, words), "in_words": _sentence(claim, words)} for claim in check.claims)
+    caption = words("published.sentences")
+    return table_of("published-sentences", caption, rows, "claim in_words", words, num_text_columns=2)
 
 
 def _sentence(claim: CheckedClaim, words: Words) -> str:
@@ -84,41 +78,32 @@ def _sentence(claim: CheckedClaim, words: Words) -> str:
 
 def published_series(check: PublishedCheck, words: Words) -> Table:
     """Return published accuracies of one checkpoint over noise levels; equal values at every level are a red flag."""
-    rows = tuple(
-        Row(
-            (
-                series.label,
-                " / ".join(series.printed),
-                words("published.identical" if series.identical else "published.not_identical"),
-                numbers.p_value(series.p_value),
-            ),
-            alert=series.identical,
-        )
+    rows = (
+        vars(series)
+        | {
+            "published": " / ".join(series.printed),
+            "identical": words("published.identical" if series.identical else "published.not_identical"),
+            "alert": series.identical,
+        }
         for series in check.series
     )
-    headers = tuple(words(f"column.{name}") for name in ("figure", "published", "identical", "same_p"))
-    return Table("published-series", words("published.series"), headers, rows)
+    columns = "figure=label published identical same_p=p_value:p_value"
+    return table_of("published-series", words("published.series"), rows, columns, words)
 
 
 def published_losses(check: PublishedCheck, words: Words) -> Table:
     """Return published losses against uniform guessing."""
-    rows = tuple(
-        Row(
-            (
-                loss.label,
-                f"{loss.mean:.4f}",
-                f"{loss.std:.4f}",
-                str(loss.num_runs),
-                numbers.MISSING if loss.uniform is None else f"{loss.uniform:.2f}",
-                words("published.worse" if loss.above_uniform else "published.better"),
-            ),
-            alert=loss.above_uniform,
-        )
+    rows = (
+        vars(loss)
+        | {
+            "uniform": None if loss.uniform is None else f"{loss.uniform:.2f}",
+            "against_uniform": words("published.worse" if loss.above_uniform else "published.better"),
+            "alert": loss.above_uniform,
+        }
         for loss in check.losses
     )
-    names = ("figure", "loss", "loss_std", "runs", "uniform", "against_uniform")
-    headers = tuple(words(f"column.{name}") for name in names)
-    return Table("published-losses", words("published.losses"), headers, rows)
+    columns = "figure=label loss=mean:.4f loss_std=std:.4f runs=num_runs uniform against_uniform"
+    return table_of("published-losses", words("published.losses"), rows, columns, words)
 
 
 def side_by_side(check: PublishedCheck, last: pl.DataFrame) -> pl.DataFrame:

@@ -1,9 +1,10 @@
-"""Receipts as the report shows them: requested and measured noise per run and phase, and the reasons of refusals."""
+"""Receipts of requested and measured noise per run and phase, and the provenance of the report's numbers."""
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, get_args
 
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import (
@@ -16,54 +17,83 @@ from aqnpipe.config.noise import (
     ScaledError,
 )
 from aqnpipe.config.own_noise import OwnError
+from aqnpipe.config.study import Study
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord
-from aqnpipe.report import numbers
-from aqnpipe.report.inputs import Evaluated, Run
-from aqnpipe.report.tables import Row, RunLink, Table
+from aqnpipe.report import numbers, tables
+from aqnpipe.report.inputs import Evaluated, ReportData, Run
+from aqnpipe.report.tables import Part, RunLink, Table, table_of
 from aqnpipe.report.words import Words
 
 _SCALED_KINDS = frozenset(kind.model_fields["kind"].default for kind in (*get_args(ScaledError), MeasuredError))
 """Error models whose measured size should equal the requested one; the others round, within a bound."""
 
 
-@dataclass(frozen=True)
-class RunReceipt:
-    """The receipt of one run: its phases as a table, its weight syncs in words, and its problems."""
-
-    name: str
-    phases: Table
-    syncs: str
-    problems: tuple[str, ...]
+_NOISE_COLUMNS = "noise_requested noise_measured off_by sampling_error elements:count"
+_PROVENANCE_COLUMNS = "record device code inputs"
 
 
-def run_receipts(runs: Sequence[Run], words: Words) -> list[RunReceipt]:
-    """Return the receipt of every run, phase by phase."""
-    return [_run_receipt(run, words) for run in runs]
+MAX_RUNS = 60
+"""Runs whose receipts the page shows phase by phase, or whose problems it lists."""
+_MAX_PROBLEMS = 10
+
+
+def receipt_parts(data: ReportData, words: Words, run_link: RunLink) -> Iterator[Part]:
+    """Yield the section on receipts: an overview, what was refused and why, every run and every evaluation."""
+    yield Part("caption", words("receipts.caption"))
+    yield Part("table", run_overview(data.runs, words, run_link))
+    refused = [run for run in data.runs if run.receipt.problems()]
+    for run in refused[:MAX_RUNS]:
+        yield _problems(words("receipts.refused_run", name=_name(run, words)), run.receipt.problems(), words)
+    yield from _left_out(refused, words)
+    if found := evaluation_problems(data.evaluations, words):
+        yield _problems(words("receipts.refused_evaluations"), found, words)
+    of_runs = [part for run in data.runs[:MAX_RUNS] for part in _run_parts(run, words)]
+    yield Part("folded", (*of_runs, *_left_out(data.runs, words)), words("receipts.every_run"))
+    evaluations = evaluation_overview(data.evaluations, words, run_link)
+    yield Part("folded", (Part("table", evaluations),), words("receipts.every_evaluation"))
+
+
+def _run_parts(run: Run, words: Words) -> tuple[Part, ...]:
+    name = _name(run, words)
+    return (
+        Part("name", name),
+        Part("table", phase_table(run.receipt, words), title=name),
+        Part("caption", _sync_text(run.receipt, words)),
+    )
+
+
+def _name(run: Run, words: Words) -> str:
+    return words("run.name", arm=run.arm, seed=run.seed)
+
+
+def _problems(title: str, problems: Sequence[str], words: Words) -> Part:
+    more = [words("more", count=len(problems) - _MAX_PROBLEMS)] if len(problems) > _MAX_PROBLEMS else []
+    return Part("problems", [*problems[:_MAX_PROBLEMS], *more], title)
+
+
+def _left_out(runs: Sequence[Run], words: Words) -> list[Part]:
+    return [Part("caption", words("receipts.more", count=len(runs) - MAX_RUNS))] if len(runs) > MAX_RUNS else []
 
 
 def run_overview(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
     """Return one row per run: operator noise and AQN, requested and measured."""
-    names = (
-        *("run", "receipt", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements"),
-        *("syncs", "sigma_requested", "sigma_ratio", "restored"),
-    )
-    rows = tuple(_overview_row(run, words, run_link) for run in runs)
-    headers = tuple(words(f"column.{name}") for name in names)
-    lost = _lost_text([(words("run.name", arm=run.arm, seed=run.seed), run.receipt.cells) for run in runs], words)
-    return Table("receipts", words("receipts.runs"), headers, rows, 2, lost)
+    rows = (_overview_row(run, words, run_link) for run in runs)
+    columns = f"run receipt:receipts.state. {_NOISE_COLUMNS} syncs sigma_requested sigma_ratio restored"
+    lost = _lost_text([(_name(run, words), run.receipt.cells) for run in runs], words)
+    return table_of("receipts", words("receipts.runs"), rows, columns, words, num_text_columns=2, note=lost)
 
 
 def evaluation_overview(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
     """Return one row per evaluated checkpoint and noise level, noise seeds pooled."""
-    names = ("checkpoint", "receipt", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements")
-    rows = tuple(row for evaluated in evaluations for row in _evaluation_rows(evaluated, words, run_link))
-    headers = tuple(words(f"column.{name}") for name in names)
+    rows = (row for evaluated in evaluations for row in _evaluation_rows(evaluated, words, run_link))
     cells_of = [
         (_checkpoint(evaluated, words), [cell for each in evaluated.receipts.passes for cell in each.receipt.cells])
         for evaluated in evaluations
     ]
-    return Table("evaluation-receipts", words("receipts.evaluations"), headers, rows, 2, _lost_text(cells_of, words))
+    columns, lost = f"checkpoint receipt:receipts.state. {_NOISE_COLUMNS}", _lost_text(cells_of, words)
+    caption = words("receipts.evaluations")
+    return table_of("evaluation-receipts", caption, rows, columns, words, num_text_columns=2, note=lost)
 
 
 def _lost_text(cells_of: Sequence[tuple[str, Sequence[NoiseCell]]], words: Words) -> str:
@@ -86,86 +116,72 @@ def evaluation_problems(evaluations: Sequence[Evaluated], words: Words) -> list[
     ]
 
 
-def _run_receipt(run: Run, words: Words) -> RunReceipt:
-    return RunReceipt(
-        name=words("run.name", arm=run.arm, seed=run.seed),
-        phases=_phase_table(run.receipt, words),
-        syncs=_sync_text(run.receipt, words),
-        problems=tuple(run.receipt.problems()),
-    )
-
-
 def _checkpoint(evaluated: Evaluated, words: Words) -> str:
     source = evaluated.source
     return words("checkpoint.name", arm=source.arm, seed=source.seed, step=source.step)
 
 
-def _evaluation_rows(evaluated: Evaluated, words: Words, run_link: RunLink) -> list[Row]:
+def _evaluation_rows(evaluated: Evaluated, words: Words, run_link: RunLink) -> Iterator[dict[str, Any]]:
     source, all_passes = evaluated.source, evaluated.receipts.passes
-    rows = []
     for level in sorted({noise_pass.noise_level for noise_pass in all_passes}):
         passes = [noise_pass for noise_pass in all_passes if noise_pass.noise_level == level]
         problems = [problem for noise_pass in passes for problem in noise_pass.problems()]
         pooled = [noise_pass.receipt for noise_pass in passes]
-        cells = (
-            _checkpoint(evaluated, words),
-            _state(problems, words),
-            _requested_text([passes[0].receipt.operator_noise], words),
-            *_measured_cells([cell for receipt in pooled for cell in receipt.cells], pooled, words),
-        )
-        link = run_link(source.model, source.arm, source.seed)
-        rows.append(Row(cells, alert=bool(problems), link=link))
-    return rows
+        yield {
+            "checkpoint": _checkpoint(evaluated, words),
+            "receipt": "refused" if problems else "accepted",
+            "noise_requested": _requested_text([passes[0].receipt.operator_noise], words),
+            **_measured([cell for receipt in pooled for cell in receipt.cells], pooled, words),
+            "alert": bool(problems),
+            "link": run_link(source.model, source.arm, source.seed),
+        }
 
 
-def _overview_row(run: Run, words: Words, run_link: RunLink) -> Row:
+def _overview_row(run: Run, words: Words, run_link: RunLink) -> dict[str, Any]:
     receipt, problems = run.receipt, run.receipt.problems()
     syncs = receipt.weight_syncs
     restored = all(sync.clean_sha256_before == sync.clean_sha256_after for sync in syncs)
     sigmas = [sync.sigma_requested for sync in syncs]
-    cells = (
-        words("run.name", arm=run.arm, seed=run.seed),
-        _state(problems, words),
-        _requested_text([receipt.operator_noise, receipt.module_noise], words),
-        *_measured_cells(receipt.cells, [receipt], words),
-        str(len(syncs)) if syncs else words("receipts.none"),
-        words("span", low=f"{min(sigmas):.3g}", high=f"{max(sigmas):.3g}") if syncs else numbers.MISSING,
-        _sync_ratio(receipt),
-        words("yes" if restored else "no") if syncs else numbers.MISSING,
-    )
-    alert = bool(problems) or any(cell.is_lost for cell in receipt.cells)
-    return Row(cells, alert=alert, link=run_link(run.model, run.arm, run.seed))
+    return {
+        "run": _name(run, words),
+        "receipt": "refused" if problems else "accepted",
+        "noise_requested": _requested_text([receipt.operator_noise, receipt.module_noise], words),
+        **_measured(receipt.cells, [receipt], words),
+        "syncs": len(syncs) or words("receipts.none"),
+        "sigma_requested": words("span", low=f"{min(sigmas):.3g}", high=f"{max(sigmas):.3g}") if syncs else None,
+        "sigma_ratio": _sync_ratio(receipt),
+        "restored": words("yes" if restored else "no") if syncs else None,
+        "alert": bool(problems) or any(cell.is_lost for cell in receipt.cells),
+        "link": run_link(run.model, run.arm, run.seed),
+    }
 
 
-def _phase_table(receipt: Receipt, words: Words) -> Table:
-    rows = tuple(_phase_row(receipt, record, words) for record in receipt.phases)
-    names = (
-        *("phase", "noise_requested", "noise_measured", "off_by", "sampling_error", "elements"),
-        *("noised_calls", "noised_share", "recomputed_numbers", "reference_check"),
-    )
-    headers = tuple(words(f"column.{name}") for name in names)
-    return Table("phases", words("receipts.phases"), headers, rows)
+def phase_table(receipt: Receipt, words: Words) -> Table:
+    """Return requested and measured noise by phase."""
+    rows = (_phase_row(receipt, record, words) for record in receipt.phases)
+    columns = f"phase {_NOISE_COLUMNS} noised_calls:count noised_share:points recomputed_numbers reference_check"
+    return table_of("phases", words("receipts.phases"), rows, columns, words)
 
 
-def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> Row:
+def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> dict[str, Any]:
     requested = _requested_in(receipt, record.phase)
     measured = [cell for cell in receipt.cells if cell.phase == record.phase]
     key, value = (
         ("scale", record.reference_check_scale) if requested else ("difference", record.reference_check_difference)
     )
     reference_check = words(f"receipts.reference_check.{key}", value=value, elements=record.reference_checked_elements)
-    cells = (
-        record.phase.replace("_", " "),
-        _requested_text(requested, words),
-        *_measured_cells(measured, [], words),
-        numbers.count(record.noised_calls),
-        numbers.percent(record.noised_share),
-        _recomputed_text(record, words),
-        reference_check if record.reference_checked_elements else numbers.MISSING,
-    )
     unrequested = not requested and bool(record.noised_calls)
     found = bool(record.escaped) or bool(record.contradictions)
-    return Row(cells, alert=found or unrequested or bool(requested and not measured))
+    return {
+        "phase": record.phase.replace("_", " "),
+        "noise_requested": _requested_text(requested, words),
+        **_measured(measured, [], words),
+        "noised_calls": record.noised_calls,
+        "noised_share": record.noised_share,
+        "recomputed_numbers": _recomputed_text(record, words),
+        "reference_check": reference_check if record.reference_checked_elements else None,
+        "alert": found or unrequested or bool(requested and not measured),
+    }
 
 
 def _recomputed_text(record: PhaseRecord, words: Words) -> str:
@@ -204,10 +220,10 @@ def _error_text(noise: OperatorNoise | ModuleNoise) -> str:
             return f"{where}{error.kind.replace('_', ' ')} {numbers.scale(error.scale)}"
 
 
-def _measured_cells(cells: Sequence[NoiseCell], compared: Sequence[Receipt], words: Words) -> tuple[str, ...]:
+def _measured(cells: Sequence[NoiseCell], compared: Sequence[Receipt], words: Words) -> dict[str, Any]:
     """Return size measured, its deviation in %, standard error in %, elements; operators and modules pooled apart.
 
-    Where nothing was noised, the first cell is the difference of the outputs from plain torch in `compared`.
+    Where nothing was noised, the size is the difference of the outputs from plain torch in `compared`.
     """
     parts = [
         [cell for cell in cells if cell.is_module == module and cell.measured_elements] for module in (False, True)
@@ -216,15 +232,15 @@ def _measured_cells(cells: Sequence[NoiseCell], compared: Sequence[Receipt], wor
     measured = [cell for part in parts for cell in part]
     if not measured:
         size = _reference_check_text(compared, words) if compared else words("receipts.none")
-        return size, numbers.MISSING, numbers.MISSING, numbers.MISSING
+        return {"noise_measured": size, "off_by": None, "sampling_error": None, "elements": None}
     elements = sum(cell.measured_elements for cell in measured)
     exact = [cell for cell in measured if cell.error in _SCALED_KINDS and cell.requested]
-    return (
-        ", ".join(sizes),
-        f"{100 * (_root_mean_square(exact, relative=True) - 1):+.2f}".replace("-", "−") if exact else numbers.MISSING,
-        f"{100 / math.sqrt(2 * elements):.2f}",
-        numbers.count(elements),
-    )
+    return {
+        "noise_measured": ", ".join(sizes),
+        "off_by": numbers.signed(100 * (_root_mean_square(exact, relative=True) - 1), 2) if exact else None,
+        "sampling_error": f"{100 / math.sqrt(2 * elements):.2f}",
+        "elements": elements,
+    }
 
 
 def _root_mean_square(cells: Sequence[NoiseCell], *, relative: bool) -> float:
@@ -233,10 +249,6 @@ def _root_mean_square(cells: Sequence[NoiseCell], *, relative: bool) -> float:
         ((cell.measured or 0.0) / (cell.requested if relative else 1.0)) ** 2 * cell.measured_elements for cell in cells
     )
     return math.sqrt(squares / sum(cell.measured_elements for cell in cells))
-
-
-def _state(problems: Sequence[str], words: Words) -> str:
-    return words("receipts.refused" if problems else "receipts.accepted")
 
 
 def _sync_text(receipt: Receipt, words: Words) -> str:
@@ -268,3 +280,77 @@ def _reference_check_text(receipts: Sequence[Receipt], words: Words) -> str:
         (record.reference_check_difference for receipt in receipts for record in receipt.phases), default=0.0
     )
     return words("receipts.exactly_none") if difference == 0 else words("receipts.differs", value=difference)
+
+
+SHORT_DIGEST = 12
+MAX_ARMS_IN_STUDY = 256
+"""The text of 2,000 arms would be the largest part of a page."""
+
+
+def run_links(runs: Sequence[Run]) -> RunLink:
+    """Return the function from (model, arm, seed) to the anchor of the run in the provenance table; "" if none.
+
+    Runs beyond the rows that the page shows have none.
+    """
+    shown = enumerate(islice(runs, tables.MAX_ROWS_ON_PAGE), start=1)
+    anchors = {(run.model, run.arm, run.seed): f"run-{number}" for number, run in shown}
+    return lambda model, arm, seed: anchors.get((model, arm, seed), "")
+
+
+def provenance_parts(study: Study, data: ReportData, words: Words, run_link: RunLink) -> Iterator[Part]:
+    """Yield the section on provenance: runs, evaluations, versions and the study itself."""
+    yield Part("caption", words("provenance.caption"))
+    yield Part("captioned", run_table(data.runs, words, run_link))
+    for table in (evaluation_table(data.evaluations, words, run_link), version_table(data, words)):
+        yield Part("folded", (Part("table", table),), table.caption)
+    shown, all_arms = min(MAX_ARMS_IN_STUDY, len(study.arms)), len(study.arms)
+    cut = [Part("caption", words("provenance.arms_left_out", shown=shown, all=all_arms))] if shown < all_arms else []
+    yield Part("folded", (*cut, Part("code", study_text(study))), words("provenance.study"))
+
+
+def run_table(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
+    """Return one row per training run."""
+    rows = (_provenance(run) | {"anchor": run_link(run.model, run.arm, run.seed)} for run in runs)
+    caption = words("provenance.runs")
+    return table_of("provenance-runs", caption, rows, _PROVENANCE_COLUMNS, words, num_text_columns=4)
+
+
+def evaluation_table(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
+    """Return one row per evaluated checkpoint, which links to its run; a device with shards if layers were shared."""
+    rows = []
+    for evaluated in evaluations:
+        source, shards = evaluated.source, evaluated.receipts.facts.shards
+        row = _provenance(evaluated) | {"link": run_link(source.model, source.arm, source.seed)}
+        if shards > 1:
+            row["device"] = words("provenance.shards", device=row["device"], shards=shards)
+        rows.append(row)
+    caption = words("provenance.evaluations")
+    return table_of("provenance-evaluations", caption, rows, _PROVENANCE_COLUMNS, words, num_text_columns=4)
+
+
+def version_table(data: ReportData, words: Words) -> Table:
+    """Return the versions of the libraries; several in a cell if jobs differ."""
+    records = [*(run.record for run in data.runs), *(evaluated.record for evaluated in data.evaluations)]
+    unknown = words("provenance.unknown")
+    rows = (
+        {"library": name, "version": ", ".join(sorted({record.versions.get(name, unknown) for record in records}))}
+        for name in sorted({name for record in records for name in record.versions})
+    )
+    return table_of("versions", words("provenance.versions"), rows, "library version", words, num_text_columns=2)
+
+
+def study_text(study: Study) -> str:
+    """Return the resolved study with its first `MAX_ARMS_IN_STUDY` arms as indented JSON."""
+    content = study.model_dump(mode="json")
+    content["arms"] = dict(islice(content["arms"].items(), MAX_ARMS_IN_STUDY))
+    return json.dumps(content, indent=1, ensure_ascii=False)
+
+
+def _provenance(made: Run | Evaluated) -> dict[str, Any]:
+    record = made.record
+    return {
+        "record": made.source.record,
+        "device": record.device,
+        "code": record.code_digest[:SHORT_DIGEST],
+        "inputs": ", ".join(f"{name} {digest[:SHORT_DIGEST]}" for name, digest in record.inputs_sha256.items()),
+    }

@@ -41,11 +41,15 @@ def sensitivity_chart(file: SensitivityFile) -> alt.TopLevelMixin:
     The axis of the loss is linear near 0 and logarithmic beyond, because one fragile layer would hide all others.
     """
     loss = "increase of the loss, nats per token"
-    losses = pl.DataFrame([row for layer in file.layers for row in _loss_rows(layer)])
+    measured, estimate = _KINDS
+    rows = [(one, measured, one.loss_increase, one.loss_standard_error) for one in file.layers]
+    rows += [(one, estimate, one.estimate, None) for one in file.layers]
+    losses = pl.DataFrame([_row(*row) for row in rows])
     scale = alt.Scale(type="symlog", constant=_linear_range(losses))
     panels = [_panel(losses, loss, scale, file)]
     if file.accuracy is not None:
-        points = pl.DataFrame([_accuracy_row(layer) for layer in file.layers])
+        changes = [(one, measured, one.accuracy_change, one.accuracy_standard_error) for one in file.layers]
+        points = pl.DataFrame([_row(*change, factor=100) for change in changes])
         panels.append(_panel(points, "change of the accuracy, points", alt.Scale(), file))
     title: Any = alt.TitleParams(
         f"{file.model}: {100 * file.scale:g} % noise on the matrix products of one layer at a time",
@@ -72,22 +76,11 @@ def _panel(rows: pl.DataFrame, title: str, scale: alt.Scale, file: SensitivityFi
     )
 
 
-def _loss_rows(layer: LayerSensitivity) -> list[dict[str, object]]:
-    measured, estimate = _KINDS
-    return [
-        _row(layer, measured, layer.loss_increase, layer.loss_standard_error),
-        _row(layer, estimate, layer.estimate, None),
-    ]
-
-
-def _accuracy_row(layer: LayerSensitivity) -> dict[str, object]:
-    error = layer.accuracy_standard_error
-    return _row(layer, next(iter(_KINDS)), 100 * (layer.accuracy_change or 0.0), None if error is None else 100 * error)
-
-
-def _row(layer: LayerSensitivity, kind: str, value: float, error: float | None) -> dict[str, object]:
-    reach = 2 * (error or 0.0)
-    return {"part": _part(layer), "kind": kind, "value": value, "low": value - reach, "high": value + reach}
+def _row(
+    layer: LayerSensitivity, kind: str, value: float | None, error: float | None, factor: float = 1.0
+) -> dict[str, object]:
+    middle, reach = factor * (value or 0.0), 2 * factor * (error or 0.0)
+    return {"part": _part(layer), "kind": kind, "value": middle, "low": middle - reach, "high": middle + reach}
 
 
 def _part(layer: LayerSensitivity) -> str:

@@ -1,4 +1,4 @@
-"""A short summary of the study in Markdown, for a pull request."""
+"""A short summary of the study in Markdown, for a pull request, and README.md of its results."""
 
 import re
 from collections.abc import Sequence, Set
@@ -8,16 +8,12 @@ import polars as pl
 from aqnpipe.config.analysis import PRETRAINED, ClaimRole
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
-from aqnpipe.report.claims_view import ClaimsOverview, answer_text, left_out_claims, shown_groups
+from aqnpipe.report.claims import ClaimsOverview, answer_text, left_out_claims, look_table, shown_groups, summary_line
 from aqnpipe.report.inputs import ReportData
-from aqnpipe.report.looks_view import look_table
-from aqnpipe.report.machine_scale_view import MachineScale
-from aqnpipe.report.overview import arm_table
-from aqnpipe.report.provenance_view import SHORT_DIGEST
-from aqnpipe.report.tables import mean_accuracy
-from aqnpipe.report.text import visible
-from aqnpipe.report.verdicts import summary_line
-from aqnpipe.report.words import Words
+from aqnpipe.report.machines import MachineScale
+from aqnpipe.report.receipts import SHORT_DIGEST
+from aqnpipe.report.tables import arm_table, mean_accuracy
+from aqnpipe.report.words import Words, visible
 
 MAX_ROWS = 100
 """Rows of a table; a description of a pull request holds 65,536 characters."""
@@ -118,12 +114,14 @@ def _accuracy_lines(study: Study, last: pl.DataFrame, compared: Set[tuple[str, s
     table, means = arm_table(study, last, words), mean_accuracy(last)
     header = [table.head, *table.levels]
     # If not all fit: those of the claims that are shown come first.
-    first = sorted(table.rows, key=lambda row: row.name != PRETRAINED and (row.model, row.name) not in compared)
-    shown = {(row.model, row.name) for row in first[:MAX_ROWS]}
+    first = sorted(
+        table.rows, key=lambda row: row["name"] != PRETRAINED and (row["model"], row["name"]) not in compared
+    )
+    shown = {(row["model"], row["name"]) for row in first[:MAX_ROWS]}
     rows = [
-        [markdown(f"{row.model} {row.name}" if table.several_models else row.name), *row.cells]
+        [markdown(f"{row['model']} {row['name']}" if table.several_models else row["name"]), *row["cells"]]
         for row in table.rows
-        if (row.model, row.name) in shown
+        if (row["model"], row["name"]) in shown
     ]
     cut = [words("table.left_out", shown=len(rows), all=len(table.rows)), ""] if len(rows) < len(table.rows) else []
     unanswered = words(
@@ -159,4 +157,48 @@ def _provenance(study: Study, data: ReportData, words: Words) -> str:
         study=markdown(study.config.study),
         code=", ".join(codes) or numbers.MISSING,
         versions=markdown(", ".join(versions)) or numbers.MISSING,
+    )
+
+
+_CONTENTS = {
+    "report.html": "readme.report",
+    "claims.json": "readme.claims",
+    "accuracy": "readme.accuracy",
+    "comparisons": "readme.comparisons",
+    "robustness": "readme.robustness",
+    "differences": "readme.differences",
+    "training, layers, flips": "readme.tables",
+    "data/": "readme.data",
+    "models/MODEL/": "readme.models",
+    "srdd/MODEL/MACHINE/": "readme.diagnosis",
+    "runs/MODEL/ARM/seedS/": "readme.runs",
+    "eval/MODEL/ARM/seedS/": "readme.evaluations",
+    "loss_study/MODEL/": "readme.loss_studies",
+    "looks/": "readme.looks",
+    "jobs/": "readme.jobs",
+    "logs/RULE/, benchmarks/RULE/": "readme.logs",
+    "*.logs, scratch/": "readme.scratch",
+}
+"""Paths in the results, and the keys of their descriptions in the catalogue."""
+
+_ON_MACHINES = {"machines": "readme.machines", "eval_on/MACHINE/MODEL/ARM/seedS/": "readme.machine_evaluations"}
+"""Those of a study that evaluates on further machines."""
+
+
+def readme(study: Study, words: Words) -> str:
+    """Return the text of the README; the same for the same study."""
+    arms = ", ".join(study.config.arms)
+    trained = words("readme.made_by", arms=arms, seeds=", ".join(map(str, study.seeds)))
+    made_by = trained if study.has_training else words("readme.made_of_checkpoints", checkpoints=arms)
+    contents = _CONTENTS | (_ON_MACHINES if study.config.evaluation.machines else {})
+    rows = [f"| `{path}` | {words(key)} |" for path, key in contents.items()]
+    return "\n".join(
+        [
+            f"# {words('readme.title', study=study.config.study)}\n",
+            f"{made_by}\n",
+            f"| {words('readme.path')} | {words('readme.content')} |",
+            "|---|---|",
+            *rows,
+            f"\n{words('readme.note')}\n",
+        ]
     )

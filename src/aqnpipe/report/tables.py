@@ -1,11 +1,13 @@
 """Tables of the report with cells of plain text; the template only lays them out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import polars as pl
 
+from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import NUMBER_SCORERS
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import Diagnosis, Run
@@ -72,10 +74,42 @@ class Figure:
     groups: tuple[PanelGroup, ...]
     tables: tuple[Table, ...]
     alerts: tuple[str, ...] = ()
+    is_open: bool = False
 
 
-Column = tuple[str, Callable[[Mapping[str, Any]], str]]
-"""Key of the header in the catalogue, and the function from a row of the artifact to the cell."""
+@dataclass(frozen=True)
+class Part:
+    """A part of a section of the page: a text, texts, a table, a figure, or further parts that are folded.
+
+    `title`: of what is folded, of problems, or of a table that has no caption of its own. `stem`: the beginning of the
+    names of its files in an export; by default the name of the section.
+    """
+
+    kind: Literal[
+        "heading", "name", "caption", "text", "code", "items", "problems", "table", "captioned", "figure", "folded"
+    ]
+    content: Any
+    title: str = ""
+    stem: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page; its heading is in the catalogue."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    def exported(self) -> Iterator[tuple[str, Figure | Table]]:
+        """Yield every figure and table, folded ones too, with the beginning of its name."""
+        waiting = list(self.parts)
+        while waiting:
+            part = waiting.pop(0)
+            if part.kind == "folded":
+                waiting[:0] = part.content
+            elif part.kind in ("figure", "table", "captioned") and not part.title:
+                yield part.stem or self.name, part.content
+
 
 RunLink = Callable[[str, str, int], str]
 """(model, arm, seed) -> anchor of the run that a number comes from."""
@@ -84,20 +118,54 @@ RunLink = Callable[[str, str, int], str]
 def table_of(
     name: str,
     caption: str,
-    columns: Sequence[Column],
-    table: pl.DataFrame,
+    rows: pl.DataFrame | Iterable[Mapping[str, Any]],
+    columns: str,
     words: Words,
     *,
     num_text_columns: int = 1,
     note: str = "",
-    alert: Callable[[Mapping[str, Any]], bool] = lambda row: False,
-    link: Callable[[Mapping[str, Any]], str] = lambda row: "",
+    **more: int,
 ) -> Table:
-    """Return `table` with a column per entry of `columns`."""
-    rows = tuple(
-        Row(tuple(cell(row) for _, cell in columns), alert(row), link(row)) for row in table.iter_rows(named=True)
+    """Return a table of `rows` with the given columns.
+
+    A column is `key=field:form`: its header in the catalogue, the field of a row, and how its values are shown, see
+    `_cell`. Without a field it is the key, without a form the text of the value. The fields alert, link and anchor
+    of a row, if there are any, are those of `Row`.
+    """
+    parts = []
+    for column in columns.split():
+        named, _, form = column.partition(":")
+        key, _, name_of_field = named.partition("=")
+        parts.append((key, name_of_field or key, form))
+    shown = tuple(
+        Row(
+            tuple(_cell(row, name_of_field, form, words) for _, name_of_field, form in parts),
+            bool(row.get("alert")),
+            row.get("link") or "",
+            row.get("anchor") or "",
+        )
+        for row in (rows.iter_rows(named=True) if isinstance(rows, pl.DataFrame) else rows)
     )
-    return Table(name, caption, tuple(words(f"column.{key}") for key, _ in columns), rows, num_text_columns, note)
+    headers = tuple(words(f"column.{key}") for key, _, _ in parts)
+    return Table(name, caption, headers, shown, num_text_columns, note, **more)
+
+
+def _cell(row: Mapping[str, Any], field: str, form: str, words: Words) -> str:
+    """Return a value as text, in a form of `numbers.formatted`; a missing value is a dash.
+
+    Besides: `level`, which may have a name; the beginning of a key of the catalogue, such as `verdict.`; and `spans_`
+    with another form, for the interval of the fields `{field}_low` and `{field}_high`.
+    """
+    if form.startswith("spans_"):
+        end = form.removeprefix("spans_")
+        return words.span(row[f"{field}_low"], row[f"{field}_high"], lambda value: numbers.formatted(value, end))
+    value = row[field]
+    if value is None or value == "":
+        return numbers.MISSING
+    if form == "level":
+        return words.level(value)
+    key = f"{form}{value}"
+    return words(key) if form.endswith(".") else numbers.formatted(value, form) if form else str(value)
 
 
 def accuracy_table(accuracy: pl.DataFrame, scorer: str, words: Words, run_link: RunLink) -> Table:
@@ -105,32 +173,17 @@ def accuracy_table(accuracy: pl.DataFrame, scorer: str, words: Words, run_link: 
 
     The columns by scorers of numbers are left out where the study's is none of them: it grades answers of another kind.
     """
-    by_number: list[Column] = [
-        ("strict", lambda row: numbers.percent(row["accuracy_strict"])),
-        ("last_number", lambda row: numbers.percent(row["accuracy_last_number"])),
-    ]
-    columns: list[Column] = [
-        ("arm", lambda row: row["arm"]),
-        ("seed", lambda row: str(row["seed"])),
-        ("step", lambda row: str(row["step"])),
-        ("noise", lambda row: words.level(row["noise_level"])),
-        ("accuracy", lambda row: numbers.percent(row["accuracy"])),
-        ("interval", lambda row: words.span(row["ci_low"], row["ci_high"], numbers.percent)),
-        *(by_number if scorer in NUMBER_SCORERS else []),
-        ("truncated", lambda row: numbers.percent(row["truncated_fraction"])),
-        ("no_answer", lambda row: numbers.percent(row["parse_failure_fraction"])),
-        ("questions", lambda row: numbers.count(row["num_questions"])),
-        ("noise_seeds", lambda row: str(row["num_noise_seeds"])),
-        ("samples", lambda row: str(row["num_samples"])),
-    ]
+    by_number = "strict=accuracy_strict:points last_number=accuracy_last_number:points"
     return table_of(
         "accuracy",
         words("accuracy.table"),
-        columns,
-        accuracy,
+        (row | {"link": run_link(row["model"], row["arm"], row["seed"])} for row in accuracy.iter_rows(named=True)),
+        "arm seed step noise=noise_level:level accuracy:points interval=ci:spans_points "
+        f"{by_number if scorer in NUMBER_SCORERS else ''} truncated=truncated_fraction:points "
+        "no_answer=parse_failure_fraction:points questions=num_questions:count noise_seeds=num_noise_seeds "
+        "samples=num_samples",
         words,
         note=words("accuracy.graded_by", scorer=scorer),
-        link=lambda row: run_link(row["model"], row["arm"], row["seed"]),
     )
 
 
@@ -151,105 +204,58 @@ def mean_accuracy(last: pl.DataFrame) -> pl.DataFrame:
 
 def robustness_means_table(last: pl.DataFrame, words: Words) -> Table:
     """Return the accuracy of every arm at every level, over its seeds."""
-    columns: list[Column] = [
-        ("arm", lambda row: row["arm"]),
-        ("noise", lambda row: words.level(row["noise_level"])),
-        ("mean", lambda row: numbers.percent(row["mean"])),
-        ("lowest", lambda row: numbers.percent(row["lowest"])),
-        ("highest", lambda row: numbers.percent(row["highest"])),
-        ("truncated", lambda row: numbers.percent(row["truncated_fraction"])),
-        ("no_answer", lambda row: numbers.percent(row["parse_failure_fraction"])),
-        ("seeds", lambda row: str(row["num_seeds"])),
-    ]
-    return table_of("robustness-means", words("robustness.means"), columns, mean_accuracy(last), words)
+    columns = (
+        "arm noise=noise_level:level mean:points lowest:points highest:points truncated=truncated_fraction:points "
+        "no_answer=parse_failure_fraction:points seeds=num_seeds"
+    )
+    return table_of("robustness-means", words("robustness.means"), mean_accuracy(last), columns, words)
 
 
 def robustness_table(robustness: pl.DataFrame, level: float, words: Words) -> Table:
     """Return the slope over noise and the joint test over levels, by arm."""
-    columns: list[Column] = [
-        ("arm", lambda row: row["arm"]),
-        ("slope", lambda row: numbers.points(row["slope"])),
-        ("interval", lambda row: words.span(row["slope_ci_low"], row["slope_ci_high"], numbers.points)),
-        ("slope_p", lambda row: numbers.p_value(row["slope_p"])),
-        ("joint_p", lambda row: numbers.p_value(row["joint_p"])),
-        ("levels", lambda row: str(row["num_levels"])),
-        ("seeds", lambda row: str(row["num_seeds"])),
-        ("problem", lambda row: row["problem"] or numbers.MISSING),
-    ]
-    return table_of(
-        "robustness", words("robustness.table"), columns, robustness, words, note=words("robustness.note", level=level)
+    columns = (
+        "arm slope:signed_points interval=slope_ci:spans_signed_points slope_p:p_value joint_p:p_value "
+        "levels=num_levels seeds=num_seeds problem"
     )
+    note = words("robustness.note", level=level)
+    return table_of("robustness", words("robustness.table"), robustness, columns, words, note=note)
 
 
 def difference_table(differences: pl.DataFrame, level: float, words: Words) -> Table:
     """Return every arm minus the reference arm at every level, with intervals at `level`."""
-    columns: list[Column] = [
-        ("arm", lambda row: row["arm"]),
-        ("reference", lambda row: row["reference"]),
-        ("noise", lambda row: words.level(row["noise_level"])),
-        ("difference", lambda row: numbers.points(row["difference"])),
-        ("interval", lambda row: _interval(row, "ci", words)),
-        ("seeds", lambda row: str(row["num_seeds"])),
-        ("questions", lambda row: numbers.count(row["num_questions"])),
-        ("problem", lambda row: row["problem"] or numbers.MISSING),
-    ]
+    columns = (
+        "arm reference noise=noise_level:level difference:signed_points interval=ci:spans_signed_points "
+        "seeds=num_seeds questions=num_questions:count problem"
+    )
     caption, note = words("robustness.difference_table"), words("robustness.difference_note", level=level)
-    return table_of("differences", caption, columns, differences, words, num_text_columns=2, note=note)
+    return table_of("differences", caption, differences, columns, words, num_text_columns=2, note=note)
 
 
 def comparison_table(comparisons: pl.DataFrame, words: Words) -> Table:
     """Return all comparisons with the numbers behind their verdicts."""
-    columns: list[Column] = [
-        ("comparison", lambda row: row["comparison_id"]),
-        ("verdict", lambda row: words(f"verdict.{row['verdict']}")),
-        ("test", lambda row: _test(row, words)),
-        ("treatment", lambda row: numbers.percent(row["treatment_accuracy"])),
-        ("control", lambda row: numbers.percent(row["control_accuracy"])),
-        ("difference", lambda row: numbers.points(row["difference"])),
-        ("interval", lambda row: _interval(row, "ci", words)),
-        ("p", lambda row: numbers.p_value(row["p_value"])),
-        ("p_holm", lambda row: numbers.p_value(row["p_holm"])),
-        ("detectable", lambda row: numbers.percent(row["minimum_detectable_difference"])),
-        ("seeds", lambda row: str(row["num_seeds"])),
-        ("questions", lambda row: numbers.count(row["num_questions"])),
-    ]
-    return table_of(
-        "comparisons",
-        words("comparisons.table"),
-        columns,
-        comparisons,
-        words,
-        num_text_columns=3,
-        alert=lambda row: row["verdict"] == "invalid",
+    rows = (
+        row | {"test": _test(row, words), "alert": row["verdict"] == "invalid"}
+        for row in comparisons.iter_rows(named=True)
     )
+    columns = (
+        "comparison=comparison_id verdict:verdict. test treatment=treatment_accuracy:points "
+        "control=control_accuracy:points difference:signed_points interval=ci:spans_signed_points p=p_value:p_value "
+        "p_holm:p_value detectable=minimum_detectable_difference:points seeds=num_seeds questions=num_questions:count"
+    )
+    return table_of("comparisons", words("comparisons.table"), rows, columns, words, num_text_columns=3)
 
 
 def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
     """Return other analyses of the comparisons and the sizes needed; a note below the table lists the methods."""
     methods = list(dict.fromkeys(comparisons["method"]))
-    columns: list[Column] = [
-        ("comparison", lambda row: row["comparison_id"]),
-        ("family", lambda row: row["family"] or numbers.MISSING),
-        ("p_looks", lambda row: numbers.p_value(row["p_looks"])),
-        ("p_equivalence", lambda row: numbers.p_value(row["p_equivalence"])),
-        ("p_equivalence_holm", lambda row: numbers.p_value(row["p_equivalence_holm"])),
-        ("seeds_needed", lambda row: numbers.count(row["seeds_needed"])),
-        ("questions_needed", lambda row: numbers.count(row["questions_needed"])),
-        ("interval_level", lambda row: numbers.level(row["interval_level"])),
-        ("method", lambda row: str(methods.index(row["method"]) + 1)),
-    ]
-    note = words("list.separator").join(
-        f"{number}: {analysis_text(method, words)}" for number, method in enumerate(methods, start=1)
+    rows = (row | {"method": methods.index(row["method"]) + 1} for row in comparisons.iter_rows(named=True))
+    columns = (
+        "comparison=comparison_id family p_looks:p_value p_equivalence:p_value p_equivalence_holm:p_value "
+        "seeds_needed:count questions_needed:count interval_level:level method"
     )
-    return table_of(
-        "checks",
-        words("comparisons.checks"),
-        columns,
-        comparisons,
-        words,
-        num_text_columns=2,
-        note=words("comparisons.methods", methods=note) if note else "",
-    )
+    texts = [f"{number}: {analysis_text(method, words)}" for number, method in enumerate(methods, start=1)]
+    note = words("comparisons.methods", methods=words("list.separator").join(texts)) if texts else ""
+    return table_of("checks", words("comparisons.checks"), rows, columns, words, num_text_columns=2, note=note)
 
 
 def analysis_text(method: str, words: Words) -> str:
@@ -285,35 +291,23 @@ def curve_tables(runs: Sequence[Run], words: Words) -> tuple[Table, ...]:
 
 def diagnosis_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
     """Return layer metrics and sigmas of every machine."""
-    columns: list[tuple[str, str]] = [
-        ("instability", "instability"),
-        ("jump_z", "instability_jump_z"),
-        ("gain", "gain"),
-        ("gain_z", "gain_z"),
-        ("kurtosis", "kurtosis"),
-        ("drop_z", "log_kurtosis_drop_z"),
-        ("zeros", "zero_share"),
-        ("at_maximum", "values_at_maximum"),
-        ("pile_up", "pile_up"),
-        ("sensitivity", "sensitivity"),
-    ]
-    rows = tuple(
-        Row(
-            (
-                diagnosis.machine,
-                str(row["layer"]),
-                *(numbers.metric(row[column]) for _, column in columns),
-                numbers.scale(diagnosis.sigmas.aqn.layer_sigmas.get(row["layer"])),
-                row["role"].replace("_", " "),
-                diagnosis.sigmas.reasons.get(row["layer"], numbers.MISSING),
-            )
-        )
+    rows = (
+        row
+        | {
+            "machine": diagnosis.machine,
+            "sigma": diagnosis.sigmas.aqn.layer_sigmas.get(row["layer"]),
+            "role": row["role"].replace("_", " "),
+            "why": diagnosis.sigmas.reasons.get(row["layer"]),
+        }
         for diagnosis in diagnoses
         for row in diagnosis.layers.iter_rows(named=True)
     )
-    names = ("machine", "layer", *(name for name, _ in columns), "sigma", "role", "why")
-    headers = tuple(words(f"column.{name}") for name in names)
-    return Table("layers", words("diagnosis.table"), headers, rows)
+    columns = (
+        "machine layer instability:metric jump_z=instability_jump_z:metric gain:metric gain_z:metric kurtosis:metric "
+        "drop_z=log_kurtosis_drop_z:metric zeros=zero_share:metric at_maximum=values_at_maximum:metric pile_up:metric "
+        "sensitivity:metric sigma:scale role why"
+    )
+    return table_of("layers", words("diagnosis.table"), rows, columns, words)
 
 
 def _curve_table(runs: Sequence[Run], column: str, words: Words) -> Table:
@@ -337,10 +331,68 @@ def curve_stride(num_steps: int, num_runs: int) -> int:
     return max(-(-num_steps // max_rows), 1)
 
 
-def _interval(row: Mapping[str, Any], name: str, words: Words) -> str:
-    return words.span(row[f"{name}_low"], row[f"{name}_high"], numbers.points)
-
-
 def _test(row: Mapping[str, Any], words: Words) -> str:
     name = words(f"test.{row['test']}")
     return name if row["margin"] is None else f"{name} ({numbers.percent(row['margin'])})"
+
+
+@dataclass(frozen=True)
+class ArmTable:
+    """Accuracy in percent, a column per level: of arms after the last step, mean over seeds (lowest to highest).
+
+    `title` heads the page's table, `caption` that of the summary, and `head` the column of names. A row has what an arm
+    is and its `cells`; its `anchor` is "" beyond the first model.
+    """
+
+    title: str
+    caption: str
+    head: str
+    levels: tuple[str, ...]
+    rows: tuple[Mapping[str, Any], ...]
+    several_models: bool
+
+
+def arm_table(study: Study, last: pl.DataFrame, words: Words) -> ArmTable:
+    """Return every arm of the study, the pretrained models first; `last`: the accuracies of the last steps."""
+    means = mean_accuracy(last)
+    levels = sorted(means["noise_level"].unique().to_list())
+    found = {(row["model"], row["arm"], row["noise_level"]): row for row in means.iter_rows(named=True)}
+    models = list(dict.fromkeys([arm.model for arm in study.arms.values()] + means["model"].to_list()))
+    present = {key[:2] for key in found}
+    pairs = [
+        (model, name)
+        for model in models
+        for name in (PRETRAINED, *study.config.arms)
+        if (model, name) in present or (name in study.arms and study.arms[name].model == model)
+    ]
+    first_model = {name: model for model, name in reversed(pairs)}
+    rows = []
+    for model, name in pairs:
+        is_arm = name in study.arms
+        text = words.own(study.arms[name].description, study.arms[name].description_zh) if is_arm else None
+        rows.append(
+            {
+                "name": name,
+                "model": model,
+                "anchor": "" if model != first_model[name] else f"arm-{name}",
+                "description": text.text if text else words("arm.pretrained"),
+                "untranslated": text is not None and text.untranslated,
+                "control_of": (study.arms[name].aa_control_of or "") if is_arm else "",
+                "cells": tuple(_accuracy_cell(found.get((model, name, level)), words) for level in levels),
+            }
+        )
+    if study.has_training:
+        title, caption, head = words("arms.table"), words("summary.accuracy"), words("column.arm")
+    else:  # Given checkpoints have neither steps nor seeds.
+        title, caption, head = words("arms.checkpoints"), words("summary.checkpoints"), words("column.checkpoint")
+    return ArmTable(title, caption, head, tuple(words.level(level) for level in levels), tuple(rows), len(models) > 1)
+
+
+def _accuracy_cell(row: Mapping[str, float] | None, words: Words) -> str:
+    """Return a mean with its range: 70.5 (69.8 to 71.2)."""
+    if row is None:
+        return numbers.MISSING
+    mean = numbers.percent(row["mean"])
+    if row["num_seeds"] == 1:
+        return mean
+    return f"{mean} ({words.span(row['lowest'], row['highest'], numbers.percent)})"

@@ -5,8 +5,11 @@ A text has placeholders in braces. A placeholder says how its number is shown, f
 several, which are put in as a list.
 """
 
+import re
 import string
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
@@ -17,10 +20,44 @@ import yaml
 from aqnpipe.artifacts.statements import Statement
 from aqnpipe.report import numbers
 
+_KEPT = "\n\t"
+_SUSPECT = re.compile(r"[^\x20-\x7e\xa0-\xac\xae-\u02ff\u3000-\u30ff\u4e00-\u9fff\n\t]")
+"""Characters outside the common printable ranges; their Unicode category decides."""
+
+_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def visible(text: str) -> str:
+    """Show control, formatting, bidirectional-override, private and unassigned characters as their code, `⟨U+202E⟩`.
+
+    Line feeds and tabs stay. The result cannot reorder, hide or break the text around it.
+    """
+    return _SUSPECT.sub(_shown, text)
+
+
+def clipped(text: str, limit: int) -> tuple[str, int]:
+    """Return at most `limit` characters of `text`, and the number of characters left out."""
+    return text[:limit], max(len(text) - limit, 0)
+
+
+def _shown(match: re.Match[str]) -> str:
+    character = match.group()
+    unseen = character not in _KEPT and unicodedata.category(character) in _UNSEEN
+    return f"⟨U+{ord(character):04X}⟩" if unseen else character
+
+
 Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, ...] = ("en", "zh")
 
 _BETWEEN_SENTENCES: dict[Language, str] = {"en": " ", "zh": ""}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of the study; `untranslated` where the page is in Chinese and the study gives it in English alone."""
+
+    text: str
+    untranslated: bool
 
 
 class Words:
@@ -40,6 +77,12 @@ class Words:
     def __call__(self, key: str, /, **values: object) -> str:
         """Return the text of `key`. Raises KeyError if the catalogue lacks the key or a placeholder has no value."""
         return self._formatter.vformat(self._texts[key], (), values)
+
+    def own(self, text: str, chinese: str | None) -> Text:
+        """Return a text of the study in the language of the page, or the English one marked as not translated."""
+        if self.language == "en":
+            return Text(text, untranslated=False)
+        return Text(chinese or text, untranslated=not chinese and bool(text))
 
     def level(self, level: float) -> str:
         """Return a noise level as percent, or the name of the noise that it stands for."""
@@ -89,3 +132,8 @@ def catalogue() -> dict[str, dict[Language, str]]:
 def load_words(language: Language, noises: Mapping[float, str] = MappingProxyType({})) -> Words:
     """Return the catalogue in `language`; `noises`: names of the study's named noises by level."""
     return Words(language, {key: texts[language] for key, texts in catalogue().items()}, noises)
+
+
+def at_noise(level: float, words: Words) -> str:
+    """Return at which noise something is, or that it is without."""
+    return words("noise.at", level=level) if level else words("noise.without")

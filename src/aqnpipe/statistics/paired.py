@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,7 @@ def score_interval(counts: PairedCounts, alpha: float) -> tuple[float, float]:
     return _lower_limit(counts, alpha / 2), -_lower_limit(counts.swapped(), alpha / 2)
 
 
+@lru_cache(maxsize=1 << 16)  # The seeds of a large study have the same few counts.
 def _lower_limit(counts: PairedCounts, tail: float) -> float:
     def excess(bound: float) -> float:
         return tango_p(counts, bound) - tail

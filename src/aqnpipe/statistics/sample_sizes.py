@@ -135,7 +135,7 @@ def _inflation_and_freedom(
 def _pair_rule(own_freedom: float, pool_freedom: float, floor: float) -> _PairRule:
     """Return the rule of `SeedBlocks.of_pair`; without a pool, the own variance is at least the share `floor`."""
     own, pool = (
-        stats.chi2.ppf((np.arange(number) + 0.5) / number, freedom) / freedom
+        2 * special.gammaincinv(freedom / 2, (np.arange(number) + 0.5) / number) / freedom
         for number, freedom in zip(_NODES, (own_freedom, pool_freedom or 1.0), strict=True)
     )
     if pool_freedom == 0:

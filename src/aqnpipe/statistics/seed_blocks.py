@@ -11,6 +11,7 @@ by Phipson et al. 2016, Ann. Appl. Stat. 10:946). Both constants were chosen by 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Literal
 
 import numpy as np
@@ -79,6 +80,15 @@ class SeedBlocks:
 
     means: FloatArray
 
+    @cached_property
+    def _interaction(self) -> tuple[float, float]:
+        """Sum of squares and degrees of freedom of all arms together, which every pair needs."""
+        return _interaction(self.means)
+
+    @cached_property
+    def _num_arms(self) -> int:
+        return int((np.isfinite(self.means).sum(axis=1) > 0).sum())
+
     def of_pair(self, first: int, second: int) -> SeedVariance | None:
         """Return the variance of row `first` minus row `second`; None if they have fewer than two common seeds."""
         differences = self.means[first] - self.means[second]
@@ -86,17 +96,16 @@ class SeedBlocks:
         if own is None:
             return None
         freedom = float(np.isfinite(differences).sum() - 1)
-        squares, total_freedom = _interaction(self.means)
+        squares, total_freedom = self._interaction
         rest_freedom = total_freedom - freedom
         rest = max(squares - own * freedom / 2, 0.0)
         pool = VariancePart(2 * rest / rest_freedom, rest_freedom) if rest_freedom >= 1 else None
         part = VariancePart(own, freedom)
-        arms = _num_arms(self.means)
         if pool is None:
-            return SeedVariance(part, num_arms=arms)
+            return SeedVariance(part, num_arms=self._num_arms)
         combined: VarianceSource = "moderated" if freedom > 1 else "larger"
         source = "guarded" if _scatters_more(part, pool) else combined
-        return SeedVariance(moderated(part, pool), num_arms=arms, source=source)
+        return SeedVariance(moderated(part, pool), num_arms=self._num_arms, source=source)
 
     def of_arm(self, row: int) -> SeedVariance | None:
         """Return the variance of one row against a constant; None if it has fewer than two seeds.
@@ -190,6 +199,7 @@ def _scatters_more(own: VariancePart, pool: VariancePart) -> bool:
     return own.variance > guard_ratio(own.degrees_of_freedom, pool.degrees_of_freedom) * pool.variance
 
 
+@cache
 def guard_ratio(own_freedom: float, pool_freedom: float) -> float:
     """Return the ratio of a pair's variance to the pool's above which the pair keeps its own; two seeds cannot tell."""
     return math.inf if own_freedom <= 1 else float(stats.f.isf(GUARD_LEVEL, own_freedom, pool_freedom))
@@ -198,10 +208,6 @@ def guard_ratio(own_freedom: float, pool_freedom: float) -> float:
 def _variance(values: FloatArray) -> float | None:
     found = values[np.isfinite(values)]
     return float(found.var(ddof=1)) if len(found) > 1 else None
-
-
-def _num_arms(means: FloatArray) -> int:
-    return int((np.isfinite(means).sum(axis=1) > 0).sum())
 
 
 def _interaction(means: FloatArray) -> tuple[float, float]:

@@ -21,6 +21,11 @@ _KNOWN_FREEDOM = 1e4
 
 _NEAR_LIMIT = 4.0
 
+_EXACT = 1e-10
+"""Relative size of the last step towards a quantile; the error after it is about its square."""
+
+_MOST_STEPS = 100
+
 _FAR = 30.0
 """Standard errors beyond which every test of interest has its power; no noncentral t distribution is computed there."""
 
@@ -104,8 +109,17 @@ class Spread:
             return -self.quantile(1 - probability)
         if self.is_t:
             return float(special.stdtrit(self.parts[0].degrees_of_freedom, probability))
-        highest = max(float(special.stdtrit(part.degrees_of_freedom, probability)) for part in self.parts)
-        return float(optimize.brentq(lambda x: self._tail(x) - (1 - probability), 0.0, 2 * highest * len(self.parts)))
+        scales, weights = self._scales
+        value = float(special.stdtrit(self.degrees_of_freedom, probability))
+        for _ in range(_MOST_STEPS):
+            # The tail is convex, so all steps of Newton's but the first lead upwards.
+            ratios = value / scales
+            density = float((weights / scales) @ np.exp(-(ratios**2) / 2)) / math.sqrt(2 * math.pi)
+            step = (float(weights @ special.ndtr(-ratios)) - (1 - probability)) / density
+            value = max(value + step, value / 2)
+            if abs(step) <= _EXACT * value:
+                break
+        return value
 
     def half_width(self, level: float) -> float:
         """Half the width of the two-sided interval at confidence `level`."""

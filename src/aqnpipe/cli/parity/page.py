@@ -18,8 +18,8 @@ from aqnpipe.cli.parity.show import (
     scale_lines,
     share_of,
 )
-from aqnpipe.report.svg import render_svg, series_colour
-from aqnpipe.report.text import visible
+from aqnpipe.report.markup import render_svg, series_colour
+from aqnpipe.report.words import visible
 
 _WIDTH = 560
 _ROW = 18

@@ -1,8 +1,9 @@
-"""The claims of a study on one scale, each with its verdict, and how sure the verdicts are."""
+"""The claims of a study on one scale, each with its verdict, how sure the verdicts are, and the looks."""
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +13,31 @@ from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import ReportData
-from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Row, Table, analysis_text
-from aqnpipe.report.translation import in_language
-from aqnpipe.report.verdicts import VERDICT_SYMBOLS, counted_verdicts
+from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Table, analysis_text, table_of
 from aqnpipe.report.words import Words
+
+VERDICT_SYMBOLS = {"supported": "✓", "refuted": "✕", "equivalent": "≈", "not_shown": "?", "invalid": "!"}
+"""In the order in which verdicts are counted."""
+
+
+def counted_verdicts(verdicts: Iterable[str], words: Words) -> str:
+    """Return how many claims have each verdict: `1 supported, 3 not shown`."""
+    counts = Counter(verdicts)
+    parts = [
+        words("summary.part", count=counts[verdict], verdict=words(f"verdict.{verdict}"))
+        for verdict in VERDICT_SYMBOLS
+        if counts[verdict]
+    ]
+    return words("summary.separator").join(parts)
+
+
+def summary_line(verdicts: Iterable[str], words: Words) -> str:
+    """Return the number of claims and of each verdict in one sentence."""
+    listed = list(verdicts)
+    if not listed:
+        return words("summary.none")
+    return words("summary.line", count=len(listed), parts=counted_verdicts(listed, words))
+
 
 _STRETCH = 2.5
 """Upper limit of the common scale in multiples of the largest difference; wider intervals are cut, with an arrow."""
@@ -25,30 +47,6 @@ MAX_SEEDS_ON_PAGE = 3000
 """Rows of paired outcomes over all claims; with more, a claim shows its first seeds. claims.json has all."""
 _NOT_IN_ANCHORS = re.compile(r"[^A-Za-z0-9_.]+")
 _TICK_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-
-
-@dataclass(frozen=True)
-class Tick:
-    """A mark of the common scale: its position in percent of the width, and its label."""
-
-    position: float
-    label: str
-
-
-@dataclass(frozen=True)
-class Strip:
-    """An interval drawn as a line: positions in percent of the width that all strips share.
-
-    `cut_low`, `cut_high`: the end of the interval is outside the scale.
-    """
-
-    low: float
-    middle: float
-    high: float
-    cut_low: bool
-    cut_high: bool
-    margins: tuple[float, ...]
-    text: str
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class ClaimRow:
     sentence: str
     difference: str
     interval: str
-    strip: Strip | None
+    strip: Mapping[str, Any] | None
     paired: Table | None
     family: str
     role: str
@@ -102,13 +100,13 @@ class ClaimsOverview:
 
     rows: tuple[ClaimRow, ...]
     groups: tuple[ClaimGroup, ...]
-    ticks: tuple[Tick, ...]
+    ticks: tuple[tuple[float, str], ...]
     limits: tuple[str, ...]
 
     @property
     def has_margins(self) -> bool:
         """Whether any strip shows a margin."""
-        return any(row.strip and row.strip.margins for row in self.rows)
+        return any(row.strip and row.strip["margins"] for row in self.rows)
 
 
 def claims_overview(study: Study, data: ReportData, words: Words) -> ClaimsOverview:
@@ -198,7 +196,7 @@ def answer_text(claims: ClaimsFile, words: Words) -> str | None:
     if claims.answer is None or primary is None:
         return None
     # The statement holds the claim in English, as the study begins it.
-    text = in_language(primary.claim, primary.claim_zh, words)
+    text = words.own(primary.claim, primary.claim_zh)
     shown = f"{text.text} {words('untranslated')}" if text.untranslated else _within_a_sentence(text.text)
     return words.of(claims.answer.model_copy(update={"values": claims.answer.values | {"claim": shown}}))
 
@@ -212,7 +210,7 @@ def _within_a_sentence(claim: str) -> str:
 
 def claim_text(claim: Claim, words: Words) -> str:
     """Return the claim in the language of the study if the study gives it in that language."""
-    return in_language(claim.claim, claim.claim_zh, words).text
+    return words.own(claim.claim, claim.claim_zh).text
 
 
 def sentence_text(claim: Claim, words: Words) -> str:
@@ -283,31 +281,21 @@ def _error_rates(claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) ->
 
 def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Table:
     """Return what each seed shows of a claim, a row per seed; intervals have confidence `level`."""
-    rows = tuple(
-        Row(
-            (
-                str(seed.seed),
-                numbers.count(seed.treatment_better),
-                numbers.count(seed.control_better),
-                numbers.count(seed.equal),
-                numbers.points(seed.difference),
-                words.span(seed.ci_low, seed.ci_high, numbers.points),
-                numbers.p_value(seed.p_value),
-            )
-        )
-        for seed in claim.seeds
+    columns = (
+        "seed treatment_better:count control_better:count equal:count difference:signed_points "
+        "interval=ci:spans_signed_points p_of_seed=p_value:p_value"
     )
-    names = ("seed", "treatment_better", "control_better", "equal", "difference", "interval", "p_of_seed")
-    headers = tuple(words(f"column.{name}") for name in names)
     caption = words("paired.table", comparison=claim.comparison_id, level=level)
-    return Table(f"paired-{claim.comparison_id}", caption, headers, rows, 0, max_rows=max_rows)
+    rows = map(vars, claim.seeds)
+    name = f"paired-{claim.comparison_id}"
+    return table_of(name, caption, rows, columns, words, num_text_columns=0, max_rows=max_rows)
 
 
 def _claim_row(
     claim: Claim, row: Mapping[str, Any], reach: float, claims: ClaimsFile, max_seeds: int, words: Words, anchor: str
 ) -> ClaimRow:
     compared = row.get("difference") is not None
-    text = in_language(claim.claim, claim.claim_zh, words)
+    text = words.own(claim.claim, claim.claim_zh)
     return ClaimRow(
         comparison_id=claim.comparison_id,
         claim=text.text,
@@ -331,25 +319,23 @@ def _seeds_per_claim(claims: ClaimsFile) -> int:
     return min(max(MAX_SEEDS_ON_PAGE // min(len(claims.claims), MAX_CLAIMS_ON_PAGE), 5), MAX_ROWS_ON_PAGE)
 
 
-def _strip(row: Mapping[str, Any], reach: float, words: Words) -> Strip:
+def _strip(row: Mapping[str, Any], reach: float, words: Words) -> dict[str, Any]:
+    """Return an interval as a line: positions in percent of the width that all strips share, and which end is cut."""
+
     def position(value: float) -> float:
         return round(50 + 50 * min(max(value / reach, -1.0), 1.0), 1)
 
     margin = row["margin"]
-    return Strip(
-        low=position(row["ci_low"]),
-        middle=position(row["difference"]),
-        high=position(row["ci_high"]),
-        cut_low=row["ci_low"] < -reach,
-        cut_high=row["ci_high"] > reach,
-        margins=() if margin is None else tuple(position(edge) for edge in (-margin, margin)),
-        text=words(
-            "strip",
-            difference=row["difference"],
-            level=row["interval_level"],
-            interval=words.span(row["ci_low"], row["ci_high"], numbers.points),
-        ),
-    )
+    interval = words.span(row["ci_low"], row["ci_high"], numbers.points)
+    return {
+        "low": position(row["ci_low"]),
+        "middle": position(row["difference"]),
+        "high": position(row["ci_high"]),
+        "cut_low": row["ci_low"] < -reach,
+        "cut_high": row["ci_high"] > reach,
+        "margins": () if margin is None else tuple(position(edge) for edge in (-margin, margin)),
+        "text": words("strip", difference=row["difference"], level=row["interval_level"], interval=interval),
+    }
 
 
 def _reach(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -360,12 +346,13 @@ def _reach(rows: Sequence[Mapping[str, Any]]) -> float:
     return 1.05 * max(min(max(ends, default=0.0), _STRETCH * largest), largest, _SMALLEST_REACH)
 
 
-def _ticks(reach: float) -> tuple[Tick, ...]:
+def _ticks(reach: float) -> tuple[tuple[float, str], ...]:
+    """Return the marks of the common scale: positions in percent of the width, and labels."""
     step = next((step for step in _TICK_STEPS if reach / step <= 3), _TICK_STEPS[-1])
     last = math.floor(reach / step)
     digits = 1 if step < 0.01 else 0
     return tuple(
-        Tick(round(50 + 50 * number * step / reach, 1), numbers.points(number * step, digits) if number else "0")
+        (round(50 + 50 * number * step / reach, 1), numbers.points(number * step, digits) if number else "0")
         for number in range(-last, last + 1)
     )
 
@@ -373,3 +360,40 @@ def _ticks(reach: float) -> tuple[Tick, ...]:
 def _range(low: float, high: float, words: Words) -> str:
     first, second = (numbers.percent(value) if value < 1 else words("sure.over_100") for value in (low, high))
     return first if first == second else words("span", low=first, high=second)
+
+
+MAX_CLAIMS_PER_LOOK = 20
+"""Claims that are named where they ended; claims.json has all of them."""
+
+
+def look_table(claims: ClaimsFile, words: Words) -> Table | None:
+    """Return a row per look: its seeds, the claims that ended there, and how many stay open; None without looks."""
+    texts = {claim.comparison_id: claim_text(claim, words) for claim in claims.claims}
+    rows: list[dict[str, object]] = []
+    states: dict[str, str] = {}
+    for look in claims.looks:
+        ended = [claim for claim in look.claims if claim.state not in ("open", states.get(claim.comparison_id))]
+        states = {claim.comparison_id: claim.state for claim in look.claims}
+        shown = [
+            words(
+                "looks.ended",
+                claim=texts.get(claim.comparison_id, claim.comparison_id),
+                state=words(f"looks.state.{claim.state}"),
+            )
+            for claim in ended[:MAX_CLAIMS_PER_LOOK]
+        ]
+        if others := ended[MAX_CLAIMS_PER_LOOK:]:
+            counts = Counter(claim.state for claim in others)
+            parts = [
+                words("summary.part", count=count, verdict=words(f"looks.state.{state}"))
+                for state, count in counts.items()
+            ]
+            shown.append(words("looks.more", count=len(others), parts=words("summary.separator").join(parts)))
+        num_open = sum(state == "open" for state in states.values())
+        ended_here = words("list.separator").join(shown) or words("looks.nothing")
+        rows.append({"look": look.look, "seeds": look.seeds, "ended": ended_here, "num_open": num_open})
+    return (
+        table_of("looks", words("looks.title"), rows, "look seeds_at_look=seeds ended num_open", words)
+        if rows
+        else None
+    )

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
-from aqnpipe.report.leaps import leap_sentences, leap_table, leaps
-from aqnpipe.report.training_charts import smoothed_by_arm
+from aqnpipe.report.training import leap_sentences, leap_table, leaps, smoothed_by_arm
 from aqnpipe.report.words import load_words
 
 

@@ -1,23 +1,129 @@
-"""Every noise level of the study on the scale of a measured machine: sentences, a table, and a picture over layers."""
+"""The noises of a study in units of a measured machine: how many times that machine's error each one is, per operator.
 
-from collections.abc import Mapping, Sequence
+Both are relative: the root mean square of an error over that of the operator's results. Relative Gaussian noise of
+scale s has exactly s. What the machine does is in a parity, measured on the same inputs operator by operator.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import altair as alt
 import polars as pl
 
 from aqnpipe.artifacts.captures import CaptureIdentity
 from aqnpipe.artifacts.parities import SEVERITY, OperatorParity, ParityFile
-from aqnpipe.config.measured_noise import ATTENTION
-from aqnpipe.config.noise import RelativeGaussian
+from aqnpipe.config.measured_noise import ATTENTION, MeasuredError
+from aqnpipe.config.noise import AbsoluteGaussian, ErrorModel, OperatorNoise, RelativeGaussian, SystematicBias
+from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
 from aqnpipe.report import charts, numbers
 from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.inputs import MeasuredMachine, ReportData
-from aqnpipe.report.machine_scale import Spread, StudyNoise, noises_of, spread_of, times_by_operator
-from aqnpipe.report.svg import MUTED, described
-from aqnpipe.report.tables import Figure, PanelGroup, Row, Table
+from aqnpipe.report.markup import MUTED, described
+from aqnpipe.report.tables import Figure, PanelGroup, Part, Row, Table, table_of
 from aqnpipe.report.words import Words
+
+
+@dataclass(frozen=True)
+class StudyNoise:
+    """A noise of the study on operators: of an evaluation (its `level`) or of the training of `arms`."""
+
+    noise: OperatorNoise
+    level: float | None
+    arms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range over operators."""
+
+    middle: float
+    lowest: float
+    highest: float
+    count: int
+
+
+def spread_of(values: list[float]) -> Spread | None:
+    """Return median and range; None without values."""
+    return Spread(median(values), min(values), max(values), len(values)) if values else None
+
+
+def noises_of(study: Study, model: str, attention: str) -> list[StudyNoise]:
+    """Return the noises on operators that a model meets: those of evaluations, then others that arms are trained with.
+
+    Noise on modules is not among them.
+    """
+    plan, evaluation = StudyPlan(study), study.config.evaluation
+    levels = [(level, evaluation.noise_at(level, attention)[0]) for level in evaluation.all_levels()]
+    found = [StudyNoise(_resolved(plan, noise, model), level) for level, noise in levels if noise is not None]
+    for name, arm in study.arms.items():
+        noise = arm.operator_noise
+        if noise is None or not noise.is_active or arm.model != model:
+            continue
+        trained = _resolved(plan, noise, model)
+        same = next((one for one in found if one.noise == trained), None)
+        if same is None:
+            found.append(StudyNoise(trained, None, (name,)))
+        elif same.level is None:
+            found[found.index(same)] = StudyNoise(trained, None, (*same.arms, name))
+    return found
+
+
+def _resolved(plan: StudyPlan, noise: OperatorNoise, model: str) -> OperatorNoise:
+    """Return the noise with the file of its measured error, and without the phases, which are no part of its size."""
+    error = plan.measured_error(noise.error, model) if isinstance(noise.error, MeasuredError) else noise.error
+    return noise.model_copy(update={"error": error, "phases": ("evaluation",)})
+
+
+def times_by_operator(
+    noise: OperatorNoise, parity: ParityFile, parities: Mapping[str, ParityFile]
+) -> Iterator[tuple[OperatorParity, float]]:
+    """Yield each operator that `noise` is put on, and the noise as a multiple of the error in `parity`.
+
+    `parities` by path, for noise that is itself measured. The multiple is infinite where the machine has no error.
+    Nothing is yielded for noise without a fixed size, such as rounding to a number format.
+    """
+    own = _measured_sizes(noise.error, parities)
+    for operator in parity.operators:
+        size = _relative_size(noise, operator, own) if _is_put_on(noise, operator) else None
+        if size is not None:
+            yield operator, size / operator.relative_rms if operator.relative_rms else math.inf
+
+
+def _is_put_on(noise: OperatorNoise, operator: OperatorParity) -> bool:
+    """Return whether a noise is put on an operator: on products, and on norms if it is measured.
+
+    With operators: all, it is put on norms within layers. Softmax and activations, which that has too, are parts of
+    other operators in a parity.
+    """
+    if operator.is_norm:
+        in_layers = noise.operators == "all" and operator.layer is not None
+        return in_layers or isinstance(noise.error, MeasuredError)
+    return operator.is_product
+
+
+def _measured_sizes(error: ErrorModel, parities: Mapping[str, ParityFile]) -> dict[str, float]:
+    """Return the relative size of measured noise by operator; empty for other noise and without its parity."""
+    if not isinstance(error, MeasuredError) or error.source not in parities:
+        return {}
+    own = parities[error.source].operators
+    return {one.name: error.multiple * one.figures_rms for one in own if one.figures_rms is not None}
+
+
+def _relative_size(noise: OperatorNoise, operator: OperatorParity, own: Mapping[str, float]) -> float | None:
+    if isinstance(noise.error, MeasuredError):
+        return own.get(operator.name) if noise.is_in(operator.layer) else None
+    match noise.error_in(operator.layer):
+        case RelativeGaussian(scale=scale):
+            return scale
+        case AbsoluteGaussian(scale=scale) | SystematicBias(scale=scale):
+            return scale / operator.result_rms if operator.result_rms else None
+        case _:
+            return None
+
 
 _DIFFERING = ("backend", "dtype", "attention", "device", "threads", "batch_size", "tensor_parallel")
 """What can differ between the sides of a parity; those that do name the machine."""
@@ -49,6 +155,15 @@ def machine_scales(study: Study, data: ReportData, words: Words) -> tuple[Machin
     """Return the noises of the study on the scale of every machine with a parity."""
     parities = {str(measured.source.path): measured.parity for measured in data.parities}
     return tuple(_machine_scale(study, measured, parities, words) for measured in data.parities)
+
+
+def scale_parts(scales: Sequence[MachineScale]) -> Iterator[Part]:
+    """Yield the section on the noises of the study in units of machines."""
+    for scale in scales:
+        yield Part("heading", scale.heading)
+        if scale.sentences:
+            yield Part("items", scale.sentences)
+        yield Part("figure", scale.figure)
 
 
 def _machine_scale(
@@ -188,23 +303,17 @@ def _picture(parity: ParityFile, columns: Sequence[_Column], words: Words) -> tu
         return None
     title = words("scale.picture")
     keys = [SeriesKey(kind, n) for n, kind in enumerate(dict.fromkeys(str(row["kind"]) for row in rows), start=1)]
-    texts = [
-        described(
-            str(row["kind"]),
-            words("mark.layer", name=row["kind"], layer=row["layer"], what=title, value=f"{row['error']:.2g}"),
+
+    def about(row: Mapping[str, Any]) -> str:
+        value = f"{row['error']:.2g}"
+        return described(
+            row["kind"], words("mark.layer", name=row["kind"], layer=row["layer"], what=title, value=value)
         )
-        for row in rows
-    ]
-    table = pl.DataFrame(rows).with_columns(about=pl.Series(texts, dtype=pl.String))
-    x = alt.X("layer:Q").title(words("axis.layer")).axis(grid=False, tickMinStep=1, format="d")
+
+    table = charts.told(pl.DataFrame(rows), about)
+    x = charts.number_axis("layer", words("axis.layer"))
     y = alt.Y("error:Q").title(words("axis.relative_error")).scale(type="log").axis(format="~g", tickCount=5)
-    colour, dash = charts.colour_scale("kind", keys), charts.dash_scale("kind", keys)
-    base = charts.base_chart(table)
-    chart = alt.layer(
-        *_rules(columns, y),
-        base.mark_line(strokeWidth=1.8).encode(x, y, color=colour, strokeDash=dash),
-        base.mark_point(filled=True, size=22, opacity=1).encode(x, y, color=colour, description="about:N"),
-    )
+    chart = alt.layer(*_rules(columns, y), *charts.lines_with_dots(table, x, y, "kind", keys))
     return charts.panel(title, chart, words("alt.scale")), keys
 
 
@@ -219,10 +328,50 @@ def _rules(columns: Sequence[_Column], y: alt.Y) -> list[alt.Chart]:
     ]
     if not rows:
         return []
-    base = alt.Chart(pl.DataFrame(rows))
+    named = pl.DataFrame(rows)
     return [
-        base.mark_rule(color=MUTED, strokeDash=[3, 3], strokeWidth=1.2).encode(y=y),
-        base.mark_text(align="left", baseline="bottom", dx=2, dy=-2, color=MUTED).encode(
-            y=y, x=alt.value(0), text="name:N"
-        ),
+        charts.dashed_rules(named).encode(y=y),
+        alt.Chart(named)
+        .mark_text(align="left", baseline="bottom", dx=2, dy=-2, color=MUTED)
+        .encode(y=y, x=alt.value(0), text="name:N"),
     ]
+
+
+def machine_parts(study: Study, rows: pl.DataFrame, words: Words) -> tuple[Part, ...]:
+    """Return what ran where, and the differences after the last steps; empty if no further machine evaluated any."""
+    if rows.is_empty():
+        return ()
+    last = rows.filter(pl.col("step") == pl.col("step").max().over("machine", "model", "arm"))
+    several = last["model"].n_unique() > 1
+    columns = (
+        f"machine {'model' if several else ''} arm noise=noise_level:level accuracy_here:points "
+        "accuracy_there:points difference:signed_points interval=ci:spans_signed_points flipped:points seeds=num_seeds "
+        "questions=num_questions:count problem"
+    )
+    table = table_of(
+        "machines",
+        words("machines.table"),
+        last.with_columns(alert=pl.col("problem").is_not_null()),
+        columns,
+        words,
+        num_text_columns=4 if several else 3,
+        note=words("machines.note", level=1 - study.config.statistics.alpha),
+    )
+    return Part("items", _sentences(rows, words)), Part("table", table)
+
+
+def _sentences(rows: pl.DataFrame, words: Words) -> list[str]:
+    """Return what each machine ran on, what else differs there, and on what the checkpoints were trained."""
+    sentences = []
+    for (machine,), part in rows.group_by("machine", maintain_order=True):
+        there, here, differs = (_names(part, name) for name in ("device_there", "device_here", "differs_in"))
+        if there:
+            sentences.append(words("machines.devices", machine=machine, there=there, here=here))
+        if differs:
+            sentences.append(words("machines.differs", machine=machine, differs=differs))
+    trained = _names(rows, "trained_on")
+    return [*sentences, words("diagnosis.trained_on", device=trained)] if trained else sentences
+
+
+def _names(rows: pl.DataFrame, column: str) -> str:
+    return "; ".join(rows[column].drop_nulls().unique().sort())

@@ -10,8 +10,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import OperatorNoise
 from aqnpipe.report.inputs import MeasuredMachine, ParityInput, ReportData
-from aqnpipe.report.machine_scale import Spread, noises_of, spread_of, times_by_operator
-from aqnpipe.report.machine_scale_view import machine_scales
+from aqnpipe.report.machines import Spread, machine_scales, noises_of, spread_of, times_by_operator
 from aqnpipe.report.words import load_words
 
 MACHINE = parity(

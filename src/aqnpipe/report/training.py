@@ -1,17 +1,133 @@
-"""Training curves: every run's values as dots, the mean of an arm's seeds as a line, and a band between its seeds."""
+"""Training: curves of all runs, steps at which a metric leaps, and the distance between sampler and trained policy."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import altair as alt
 import polars as pl
 
 from aqnpipe.report import numbers
-from aqnpipe.report.charts import Panel, SeriesKey, base_chart, colour_scale, dash_scale, panel
-from aqnpipe.report.leaps import METRICS as LEAPING
-from aqnpipe.report.leaps import Leap, leap_sentence
-from aqnpipe.report.svg import INK, described, small_dot
+from aqnpipe.report.charts import (
+    Panel,
+    SeriesKey,
+    base_chart,
+    colour_scale,
+    dash_scale,
+    number_axis,
+    panel,
+    switched,
+    told,
+)
+from aqnpipe.report.inputs import Run
+from aqnpipe.report.markup import INK, described, small_dot
+from aqnpipe.report.tables import Table, table_of
 from aqnpipe.report.words import Words
+
+METRICS = ("kl", "loss")
+MAX_SHOWN = 3
+"""Leaps, or runs, that are named where there are more."""
+_NEIGHBOURS = 9
+_TIMES_USUAL = 10.0
+_SMALLEST_SPREAD = 0.05
+"""Deviations are compared with at least this, in nats: a curve without any variance has no usual deviation."""
+
+
+@dataclass(frozen=True)
+class Leap:
+    """One step of one run whose metric is `value`, while its neighbours are about `usual`."""
+
+    model: str
+    arm: str
+    seed: int
+    metric: str
+    step: int
+    value: float
+    usual: float
+
+
+def leaps(runs: Sequence[Run]) -> list[Leap]:
+    """Return the leaps of KL and loss of all runs, the farthest first.
+
+    A value leaps if it is farther from the median of its 9 neighbours than 10 times the run's usual deviation from
+    that median (the median absolute deviation, scaled to a standard deviation), and than 0.5 nats.
+    """
+    found = [leap for run in runs for metric in METRICS for leap in _leaps_of(run, metric)]
+    return sorted(found, key=lambda leap: (-abs(leap.value - leap.usual), leap.arm, leap.seed, leap.step))
+
+
+def leap_sentence(leap: Leap, words: Words) -> str:
+    """Return what leapt where, from which value to which."""
+    return words(
+        "training.leap",
+        metric=words(f"metric.{leap.metric}"),
+        run=words("run.name", arm=leap.arm, seed=leap.seed),
+        step=leap.step,
+        value=numbers.metric(leap.value),
+        usual=numbers.metric(leap.usual),
+    )
+
+
+def leap_sentences(found: Sequence[Leap], words: Words) -> list[str]:
+    """Return a sentence for each of the farthest leaps, and how many more there are."""
+    sentences = [leap_sentence(leap, words) for leap in found[:MAX_SHOWN]]
+    return sentences + ([words("training.more_leaps", count=len(found) - MAX_SHOWN)] if len(found) > MAX_SHOWN else [])
+
+
+def leap_table(found: Sequence[Leap], words: Words) -> Table:
+    """Return every leap with its neighbours' value."""
+    rows = (vars(leap) | {"run": words("run.name", arm=leap.arm, seed=leap.seed)} for leap in found)
+    columns = "run metric:metric. step value:metric usual:metric"
+    return table_of("leaps", words("training.leaps"), rows, columns, words, num_text_columns=2)
+
+
+def _leaps_of(run: Run, metric: str) -> Iterator[Leap]:
+    table = run.metrics.select("step", metric).drop_nulls().sort("step")
+    if len(table) < 3:
+        return
+    values = table[metric].cast(pl.Float64)
+    usual = values.rolling_median(_NEIGHBOURS, min_samples=1, center=True)
+    distance = (values - usual).abs()
+    spread = max(1.4826 * float(distance.median() or 0.0), _SMALLEST_SPREAD)  # type: ignore[arg-type]
+    for step, value, nearby, far in zip(table["step"], values, usual, distance > _TIMES_USUAL * spread, strict=True):
+        if far:
+            yield Leap(run.model, run.arm, run.seed, metric, step, value, nearby)
+
+
+def growth_sentences(runs: Sequence[Run], words: Words) -> list[str]:
+    """Return a sentence for each of the runs whose distance has grown the most, and how many more there are."""
+    grown = []
+    for run in runs:
+        growth = run.record.training.distance_growth if run.record.training else None
+        if growth is not None and growth.has_grown:
+            grown.append((growth.last_mean - growth.first_mean, run, growth))
+    grown.sort(key=lambda entry: (-entry[0], entry[1].arm, entry[1].seed))
+    sentences = [
+        words(
+            "distance.grown",
+            run=words("run.name", arm=run.arm, seed=run.seed),
+            first=numbers.metric(growth.first_mean),
+            last=numbers.metric(growth.last_mean),
+            rollouts=growth.num_compared,
+            error=numbers.metric(growth.standard_error),
+        )
+        for _, run, growth in grown[:MAX_SHOWN]
+    ]
+    return sentences + ([words("distance.more_grown", count=len(grown) - MAX_SHOWN)] if len(grown) > MAX_SHOWN else [])
+
+
+def invariance_sentences(runs: Sequence[Run], words: Words) -> list[str]:
+    """Return a sentence if only some of the runs on vLLM used its batch-invariant mode."""
+    arms: dict[bool, dict[str, None]] = {True: {}, False: {}}
+    for run in runs:
+        if (mode := run.record.generation.get("batch_invariant")) is not None:
+            arms[bool(mode)][run.arm] = None
+    if not all(arms.values()):
+        return []
+    separator = words("list.separator")
+    return [words("distance.mixed", on=separator.join(arms[True]), off=separator.join(arms[False]))]
+
 
 SMOOTHING_STEPS = 5
 MAX_POINTS_PER_LINE = 60
@@ -62,7 +178,7 @@ def smoothed_by_arm(metrics: pl.DataFrame, column: str, window: int, stride: int
     rows = metrics.select("arm", "seed", "step", value=pl.col(column).cast(pl.Float64)).drop_nulls("value")
     value = pl.col("value")
     # A running mean would make a plateau of a leap, which the dots and triangles show.
-    smoothed = value.rolling_median if column in LEAPING else value.rolling_mean
+    smoothed = value.rolling_median if column in METRICS else value.rolling_mean
     smooth = rows.sort("arm", "seed", "step").with_columns(smoothed(window, min_samples=1).over("arm", "seed"))
     thin = smooth.filter((last - pl.col("step")) % stride == 0)
     return (
@@ -89,7 +205,7 @@ def _curves(
         means, dots = means.filter(pl.col("low") > 0), dots.filter(pl.col("value") > 0)
         raw = raw.filter(raw > 0)
         y = y.scale(type="log").axis(values=_decades(raw))
-    x = alt.X("step:Q").title(words("axis.step")).axis(grid=False, tickMinStep=1, format="d")
+    x = number_axis("step", words("axis.step"))
     colour, dash = colour_scale("arm", keys), dash_scale("arm", keys)
     layers: list[alt.Chart] = []
     if not dots.is_empty():
@@ -99,13 +215,13 @@ def _curves(
             .encode(x, _same(y, "value"), color=colour, description="about:N")
         )
     if (means["high"] > means["low"]).any():
-        band = base_chart(means.with_columns(about=_plain_marks(means["arm"])))
+        band = base_chart(told(means, switched))
         layers.append(
             band.mark_area(opacity=0.16).encode(
                 x, _same(y, "low"), alt.Y2("high:Q"), color=colour, description="about:N"
             )
         )
-    lines = base_chart(means.with_columns(about=_plain_marks(means["arm"]))).mark_line(strokeWidth=1.9)
+    lines = base_chart(told(means, switched)).mark_line(strokeWidth=1.9)
     layers.append(lines.encode(x, y, color=colour, strokeDash=dash, description="about:N"))
     values = _values(means, words, title, VALUES_PER_LINE // thinning[2])
     layers.append(
@@ -131,9 +247,7 @@ def _dots(metrics: pl.DataFrame, column: str, most: int) -> pl.DataFrame:
     last = int(metrics["step"].max())  # type: ignore[arg-type]
     stride = max(-(-(len(rows) // runs) // per_run), 1)
     thin = rows.filter((last - pl.col("step")) % stride == 0) if stride > 1 else rows
-    return thin.sort("arm", "seed", "step").with_columns(
-        about=pl.col("arm").map_elements(small_dot, return_dtype=pl.String)
-    )
+    return told(thin.sort("arm", "seed", "step"), lambda row: small_dot(row["arm"]))
 
 
 def _values(means: pl.DataFrame, words: Words, title: str, most: int) -> pl.DataFrame:
@@ -142,27 +256,13 @@ def _values(means: pl.DataFrame, words: Words, title: str, most: int) -> pl.Data
     for _, line in means.group_by("arm", maintain_order=True):
         stride = max(-(-len(line) // most), 1)
         parts.append(line[::-1][::stride])
-    chosen = pl.concat(parts)
-    return chosen.with_columns(
-        about=pl.Series(
-            [
-                described(
-                    row["arm"],
-                    words(
-                        "mark.curve",
-                        arm=row["arm"],
-                        step=row["step"],
-                        what=title,
-                        value=numbers.metric(row["mean"]),
-                        low=numbers.metric(row["low"]),
-                        high=numbers.metric(row["high"]),
-                    ),
-                )
-                for row in chosen.iter_rows(named=True)
-            ],
-            dtype=pl.String,
-        )
-    )
+
+    def text(row: Mapping[str, Any]) -> str:
+        value, low, high = (numbers.metric(row[name]) for name in ("mean", "low", "high"))
+        about = words("mark.curve", arm=row["arm"], step=row["step"], what=title, value=value, low=low, high=high)
+        return described(row["arm"], about)
+
+    return told(pl.concat(parts), text)
 
 
 def _leap_marks(found: Sequence[Leap], metrics: pl.DataFrame, column: str, words: Words) -> pl.DataFrame | None:
@@ -170,42 +270,24 @@ def _leap_marks(found: Sequence[Leap], metrics: pl.DataFrame, column: str, words
     own = [leap for leap in found if leap.metric == column and leap.arm in arms][:100]
     if not own:
         return None
-    return pl.DataFrame(
-        [
-            {
-                "arm": leap.arm,
-                "step": leap.step,
-                "mean": leap.value,
-                "about": described(leap.arm, leap_sentence(leap, words)),
-            }
-            for leap in own
-        ]
-    )
+    texts = [described(leap.arm, leap_sentence(leap, words)) for leap in own]
+    return pl.DataFrame(own).select("arm", "step", pl.col("value").alias("mean"), pl.Series("about", texts))
 
 
 def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> Panel:
     first_seed = table.filter(pl.col("seed") == pl.col("seed").min().over("arm")).sort("arm", "step")
-    x = alt.X("step:Q").title(words("axis.step")).axis(grid=False, tickMinStep=1, format="d")
+    x = number_axis("step", words("axis.step"))
     logarithmic = alt.Scale(type="log")
     decades = _decades(table["sigma_requested"])
     colour = colour_scale("arm", keys)
-    requested = base_chart(first_seed.with_columns(about=_plain_marks(first_seed["arm"])))
-    texts = [
-        described(
-            row["arm"],
-            words(
-                "mark.sigma",
-                arm=row["arm"],
-                step=row["step"],
-                requested=numbers.scale(row["sigma_requested"]),
-                measured=numbers.scale(row["sigma_measured"]),
-            ),
-        )
-        for row in first_seed.iter_rows(named=True)
-    ]
-    measured = base_chart(
-        first_seed.with_columns(about=pl.Series(texts, dtype=pl.String)).filter(pl.col("sigma_measured") > 0)
-    )
+    requested = base_chart(told(first_seed, switched))
+
+    def text(row: Mapping[str, Any]) -> str:
+        requested, measured = numbers.scale(row["sigma_requested"]), numbers.scale(row["sigma_measured"])
+        about = words("mark.sigma", arm=row["arm"], step=row["step"], requested=requested, measured=measured)
+        return described(row["arm"], about)
+
+    measured = base_chart(told(first_seed, text).filter(pl.col("sigma_measured") > 0))
     y = alt.Y("sigma_requested:Q").title(words("axis.sigma_requested")).scale(logarithmic).axis(values=decades)
     chart = alt.layer(
         requested.mark_line(strokeWidth=1.6, interpolate="step-after").encode(
@@ -217,11 +299,6 @@ def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -
     )
     title = words("training.sigma")
     return panel(title, chart, words("alt.training", what=title))
-
-
-def _plain_marks(arms: pl.Series) -> pl.Series:
-    """Return descriptions without values: the line or band is switched with its arm."""
-    return arms.map_elements(lambda arm: described(arm, ""), return_dtype=pl.String)
 
 
 def _same(y: alt.Y, field: str) -> alt.Y:

@@ -1,0 +1,266 @@
+"""The diagnosis of machines: verdicts against the simulated faults, metrics and sigmas over the layers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import altair as alt
+import polars as pl
+
+from aqnpipe.artifacts.diagnoses import LocatedFault, SigmaFile, Verdict
+from aqnpipe.config.arm import Arm
+from aqnpipe.report import charts, numbers
+from aqnpipe.report.charts import Panel, SeriesKey
+from aqnpipe.report.inputs import Diagnosis, Run
+from aqnpipe.report.markup import described
+from aqnpipe.report.tables import PanelGroup, Table, table_of
+from aqnpipe.report.words import Words
+
+Outcome = Literal["right", "false_alarm", "missed", "wrong_layer", "wrong_type", "abstained"]
+
+_SHARED_NAMES = {"noise": "noise_or_spike", "spike": "noise_or_spike"}
+"""Fault types that the published scans cannot distinguish, and their common name."""
+
+
+def diagnosis_verdicts(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
+    """Return a row per machine: the simulated fault, the fault that was found, and whether that is right."""
+    rows = (
+        {
+            "machine": diagnosis.machine,
+            "fault": _simulated_faults(diagnosis.verdict, words),
+            "found": _found_faults(diagnosis.verdict, words),
+            "right": outcome(diagnosis.verdict),
+            "reason": diagnosis.verdict.reason,
+            "forwards": f"{diagnosis.verdict.forward_equivalents:,.0f}",
+        }
+        for diagnosis in diagnoses
+    )
+    columns = "machine fault found right:diagnosis.outcome. reason forwards"
+    return table_of("diagnosis-verdicts", words("diagnosis.verdicts"), rows, columns, words, num_text_columns=5)
+
+
+def device_sentences(diagnoses: Sequence[Diagnosis], runs: Sequence[Run], words: Words) -> list[str]:
+    """Return which machines were diagnosed on a device of their own, and on what arms were trained; else nothing."""
+    named = [each for each in diagnoses if each.device]
+    found = [words("diagnosis.on_device", machine=each.machine, device=each.device) for each in named]
+    trained = sorted({run.record.device for run in runs})
+    return [*found, words("diagnosis.trained_on", device="; ".join(trained))] if found and trained else found
+
+
+def outcome(verdict: Verdict) -> Outcome:
+    """Compare a verdict with the faults that were simulated."""
+    if verdict.verdict == "abstain":
+        return "abstained"
+    if not verdict.simulated_faults:
+        return "right" if verdict.verdict == "healthy" else "false_alarm"
+    if verdict.verdict == "healthy":
+        return "missed"
+    in_layer = [fault for fault in verdict.simulated_faults if fault.get("layer") == verdict.layer]
+    if not in_layer:
+        return "wrong_layer"
+    kinds = {str(fault.get("type")) for fault in in_layer}
+    return "right" if verdict.type in kinds | {_SHARED_NAMES.get(kind) for kind in kinds} else "wrong_type"
+
+
+def _simulated_faults(verdict: Verdict, words: Words) -> str:
+    return "; ".join(_simulated_fault(fault) for fault in verdict.simulated_faults) or words("fault.none")
+
+
+def _simulated_fault(fault: Mapping[str, object]) -> str:
+    details = ", ".join(f"{key} {fault[key]}" for key in ("layer", "site", "magnitude", "sparsity") if key in fault)
+    return f"{_spaced(str(fault.get('type', '')))} ({details})"
+
+
+def _found_faults(verdict: Verdict, words: Words) -> str:
+    if verdict.layer is None and not verdict.faults:
+        return words(f"found.verdict.{verdict.verdict}")
+    if not verdict.faults:
+        return words("found.fault_in_layer", layer=verdict.layer, type=_spaced(verdict.type))
+    return "; ".join(
+        _found_place(fault, words)
+        + (
+            words("found.where", site=_spaced(fault.site), channels=fault.num_faulty_channels)
+            if fault.num_faulty_channels
+            else ""
+        )
+        for fault in verdict.faults
+    )
+
+
+def _found_place(fault: LocatedFault, words: Words) -> str:
+    if fault.scope == "device":
+        return words("found.fault_of_device", type=_spaced(fault.type))
+    if fault.layer is None:
+        return _spaced(fault.type)
+    return words("found.fault_in_layer", layer=fault.layer, type=_spaced(fault.type))
+
+
+def _spaced(name: str | None) -> str:
+    return numbers.MISSING if name is None else name.replace("_", " ")
+
+
+DEPTH_COLUMNS = (
+    *("instability", "gain", "kurtosis", "zero_share", "values_at_maximum", "pile_up"),
+    *("sensitivity", "sigma"),
+)
+_BARS_IN_A_SMALL_PANEL = 32
+_PIXELS_PER_BAR = 8
+_MAX_WIDTH = 900
+
+
+def diagnosis_panels(
+    layers: pl.DataFrame, keys: Sequence[SeriesKey], fault_layers: Sequence[int], words: Words
+) -> tuple[list[Panel], list[str]]:
+    """Return layer metrics and sigmas by layer for every machine; simulated faults as vertical rules.
+
+    `layers`: the concatenated tables of the machines, with columns machine and sigma. Returns the panels, and the
+    metrics that are the same at every layer of every machine, which get no picture, as `name: value`.
+    """
+    panels, constant = [], []
+    for column in DEPTH_COLUMNS:
+        title, values = words(f"depth.{column}"), layers[column].drop_nulls().unique()
+        if len(values) > 1:
+            told = _told(layers, column, "machine", title, words)
+            if column == "sigma":
+                panels.append(_bars(told, "machine", keys, title, words))
+            else:
+                chart = _lines(told, column, keys, fault_layers, words)
+                panels.append(charts.panel(title, chart, words("alt.depth", what=title)))
+        elif len(values) == 1:
+            constant.append(f"{title}: {values[0]:.4g}")
+    return panels, constant
+
+
+def sigma_bars(table: pl.DataFrame, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
+    """Return the sigmas of several strategies as bars over the layers; columns strategy, layer and sigma."""
+    return _bars(_told(table, "sigma", "strategy", words("depth.sigma"), words), "strategy", keys, title, words)
+
+
+def _lines(
+    layers: pl.DataFrame, column: str, keys: Sequence[SeriesKey], fault_layers: Sequence[int], words: Words
+) -> alt.TopLevelMixin:
+    x = charts.number_axis("layer", words("axis.layer"))
+    y = alt.Y(f"{column}:Q").title(words(f"axis.{column}")).scale(zero=False)
+    layers_at_fault = pl.DataFrame({"layer": sorted(set(fault_layers))})
+    rules = [charts.dashed_rules(layers_at_fault).encode(x="layer:Q")] if fault_layers else []
+    return alt.layer(*rules, *charts.lines_with_dots(layers, x, y, "machine", keys))
+
+
+def _bars(table: pl.DataFrame, by: str, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
+    wide = len(table) > _BARS_IN_A_SMALL_PANEL
+    width = min(_PIXELS_PER_BAR * len(table) + 60, _MAX_WIDTH) if wide else charts.PANEL_WIDTH
+    x = alt.X("layer:O").title(words("axis.layer")).axis(grid=False, labelAngle=0, ticks=False)
+    chart = (
+        alt.Chart(table, width=width, height=charts.PANEL_HEIGHT)
+        .mark_bar()
+        .encode(
+            x,
+            alt.Y("sigma:Q").title(words("axis.sigma")).scale(zero=True),
+            xOffset=alt.XOffset(f"{by}:N").sort([key.name for key in keys]),
+            color=charts.colour_scale(by, keys),
+            description="about:N",
+        )
+    )
+    return charts.panel(title, chart, words("alt.depth", what=words("depth.sigma")), wide=wide)
+
+
+def _told(table: pl.DataFrame, column: str, by: str, title: str, words: Words) -> pl.DataFrame:
+    def text(row: Mapping[str, Any]) -> str:
+        name, value = str(row[by]).replace("_", " "), numbers.metric(row[column])
+        return described("", words("mark.layer", name=name, layer=row["layer"], what=title, value=value))
+
+    return charts.told(table, text)
+
+
+def strategy_group(diagnoses: Sequence[Diagnosis], words: Words) -> PanelGroup | None:
+    """Return a panel per machine with a bar per strategy and layer; None if all arms use the published rule."""
+    compared = [diagnosis for diagnosis in diagnoses if len(diagnosis.strategies) > 1]
+    if not compared:
+        return None
+    names = list(dict.fromkeys(name for diagnosis in compared for name in diagnosis.strategies))
+    keys = [SeriesKey(name, number) for number, name in enumerate(names, start=1)]
+    return PanelGroup([_panel(diagnosis, keys, words) for diagnosis in compared], legend=keys)
+
+
+def strategy_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table | None:
+    """Return sigma, its multiple of the base and the reason by strategy and layer; None as in `strategy_group`."""
+    rows = [
+        {
+            "machine": diagnosis.machine,
+            "strategy": strategy.replace("_", " "),
+            "layer": layer,
+            "sigma": sigma,
+            "multiplier": f"{sigma / file.aqn.base_sigma:.3g}",
+            "why": file.reasons.get(layer),
+        }
+        for diagnosis in diagnoses
+        if len(diagnosis.strategies) > 1
+        for strategy, file in diagnosis.strategies.items()
+        for layer, sigma in sorted(file.aqn.layer_sigmas.items())
+    ]
+    columns, caption = "machine strategy layer sigma:scale multiplier why", words("diagnosis.strategies")
+    return table_of("sigma-strategies", caption, rows, columns, words, num_text_columns=2) if rows else None
+
+
+def _panel(diagnosis: Diagnosis, keys: Sequence[SeriesKey], words: Words) -> Panel:
+    table = pl.DataFrame(
+        [
+            {"strategy": strategy, "layer": layer, "sigma": sigma}
+            for strategy, file in diagnosis.strategies.items()
+            for layer, sigma in sorted(file.aqn.layer_sigmas.items())
+        ]
+    )
+    return sigma_bars(table, keys, words("diagnosis.strategies_of", machine=diagnosis.machine), words)
+
+
+def guidance_sentences(arms: Mapping[str, Arm], diagnoses: Sequence[Diagnosis], words: Words) -> list[str]:
+    """Return a sentence per arm with sigmas from one of `diagnoses` of a model: what the diagnosis changed.
+
+    Without a diagnosis every layer would have the base sigma. Where the machine has simulated faults and a machine
+    without them was diagnosed too, the sigmas of both are compared; otherwise nothing can be said about the faults.
+    """
+    return [sentence for name, arm in arms.items() for sentence in _sentences(name, arm, diagnoses, words)]
+
+
+def _sentences(name: str, arm: Arm, diagnoses: Sequence[Diagnosis], words: Words) -> Iterator[str]:
+    if arm.aqn is None:
+        return
+    strategy, machine = arm.aqn.layer_sigmas_strategy, arm.aqn.layer_sigmas_from
+    own = next((d for d in diagnoses if (d.model, d.machine) == (arm.model, machine)), None)
+    if own is None or strategy not in own.strategies:
+        return
+    sigmas, rule = own.strategies[strategy], strategy.replace("_", " ")
+    if _is_uniform(sigmas):
+        yield words("guidance.uniform", arm=name, machine=machine, strategy=rule)
+        return
+    healthy = next((d for d in diagnoses if _is_healthy_twin(d, own) and strategy in d.strategies), None)
+    if not own.verdict.simulated_faults or healthy is None:
+        return
+    changed = _changed_layers(sigmas, healthy.strategies[strategy])
+    if not changed:
+        yield words("guidance.same_as_healthy", arm=name, machine=machine, strategy=rule, healthy=healthy.machine)
+        return
+    yield words(
+        "guidance.changed",
+        arm=name,
+        machine=machine,
+        strategy=rule,
+        healthy=healthy.machine,
+        layers=", ".join(map(str, changed)),
+        num_layers=len(sigmas.aqn.layer_sigmas),
+    )
+
+
+def _is_healthy_twin(diagnosis: Diagnosis, faulty: Diagnosis) -> bool:
+    """Whether a diagnosis is of the same model on the same device, without simulated faults."""
+    is_same = (diagnosis.model, diagnosis.device) == (faulty.model, faulty.device)
+    return is_same and not diagnosis.verdict.simulated_faults
+
+
+def _is_uniform(sigmas: SigmaFile) -> bool:
+    return set(sigmas.aqn.layer_sigmas.values()) == {sigmas.aqn.base_sigma}
+
+
+def _changed_layers(sigmas: SigmaFile, healthy: SigmaFile) -> list[int]:
+    """Return the layers whose sigma differs between the two machines."""
+    without = healthy.aqn.layer_sigmas
+    return [layer for layer, sigma in sorted(sigmas.aqn.layer_sigmas.items()) if sigma != without.get(layer)]
