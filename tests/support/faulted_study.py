@@ -16,9 +16,11 @@ from typing import Any
 import psutil
 import warm_python
 import yaml
+from random_models import random_model_of
 from replacing import substituted
 
 import aqnpipe
+from aqnpipe.models.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 _NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
@@ -27,8 +29,8 @@ STUDY: dict[str, Any] = {
     "study": "faults",
     "results_dir": "results",
     "arms_file": "arms.yaml",
-    "models": {"base": {"source": "tiny"}},
-    "machines": {"target": {"faults": [{"type": "dead_zone", "layer": 3, "magnitude": 0.05}]}},
+    "models": {"base": {"source": "./model"}},
+    "machines": {"target": {"faults": [{"type": "dead_zone", "layer": 1, "magnitude": 0.05}]}},
     "dataset": {"source": "generated", "num_train": 4, "num_test": 6, "max_steps": 2},
     "arms": ["guided"],
     "seeds": [0],
@@ -226,6 +228,7 @@ class FaultedStudy:
         for name in ("workflow", "profiles"):
             shutil.copytree(ROOT / name, folder / name)
         shutil.copy(ROOT / "Snakefile", folder)
+        write_model(folder / "model")
         (folder / "config").mkdir()
         shutil.copy(ROOT / "config" / "published.yaml", folder / "config")
         (folder / "config" / "config.yaml").write_text(yaml.safe_dump(STUDY), encoding="utf-8")
@@ -290,6 +293,18 @@ class FaultedStudy:
         if "report.html" in found:
             found["report.html"] = substituted(found["report.html"], _COSTS, b"")
         return found
+
+
+def write_model(folder: Path) -> None:
+    """Write a random model of two layers with the built-in tokenizer: a third of the time of the smallest built-in one.
+
+    Nothing here asks whether an answer is right.
+    """
+    tokenizer = build_tokenizer()
+    settings = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "max_position_embeddings": 256}
+    model = random_model_of(num_layers=2, eos_token_id=tokenizer.eos_token_id, **settings)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def planned_jobs(dry_run: str) -> dict[str, int]:
