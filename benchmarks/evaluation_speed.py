@@ -228,7 +228,8 @@ def measure(name: str, folder: Path, task: Task, arguments: argparse.Namespace) 
         file.flush()
         rest = ["--model", str(folder), "--task", file.name]
         pythons = {
-            backend: arguments.vllm_python if backend == "vllm" else sys.executable for backend in (HARNESS, *OURS)
+            backend: arguments.vllm_python if backend == "vllm" else sys.executable
+            for backend in (HARNESS, *arguments.backends)
         }
         served = {backend: Served(backend, python, rest) for backend, python in pythons.items() if python}
         fastest = {}
@@ -272,11 +273,12 @@ def main() -> None:
     parser.add_argument(
         "--intermediate-size", type=int, default=4096, help="width of the widened model's MLPs (default 4096)"
     )
+    parser.add_argument("--backends", nargs="+", choices=OURS, default=tuple(OURS), help="default: all")
     parser.add_argument("--vllm-python", help="python of the environment of `make vllm`; default: vLLM is not measured")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
-    arguments = parse(parser, rounds=1, models=["tiny"], questions=8, examples=[0], tokens=6)
+    arguments = parse(parser, rounds=1, models=["tiny"], backends=["transformers"], questions=8, examples=[0], tokens=6)
     if arguments.serve:
         serve(arguments.serve, arguments.model, Task(**json.loads(arguments.task.read_text())))
         return

@@ -92,8 +92,9 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--megabytes", type=int, default=50)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="default: all")
+    parser.add_argument("--pairs", type=int, help="only so many pairs of configurations (default: all)")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to write (default: %(default)s)")
-    options = parse(parser, models=["tiny"], page=None)
+    options = parse(parser, models=["tiny"], pairs=1, page=None)
     torch.set_num_threads(1)
     if options.speed:
         measure_speed(options.layers, options.hidden, options.vocabulary, options.megabytes)
@@ -103,7 +104,7 @@ def main() -> None:
     section = WITH_VLLM if options.with_vllm else TRANSFORMERS
     rows = []
     for model in options.models:
-        rows += [parity_row(model, pair) for pair in section.pairs]
+        rows += [parity_row(model, pair) for pair in section.pairs[: options.pairs]]
         if options.page:
             others = sections_in(options.page.read_text())
             write_text(options.page, page_of({**others, section.title: section_of(section, rows)}))

@@ -40,7 +40,7 @@ COMMANDS = {
     ("machine_overhead", ()): "| generation, batch 1 | ",
     ("measured_noise", ()): "tiny: bfloat16 ",
     ("noise_overhead", ()): "peak of all tensors",
-    ("parity", ()): "| tiny | float32 and bfloat16 | ",
+    ("parity", ()): "| tiny | bfloat16, the same twice | equal | ",
     (
         "pipeline_faults",
         ("--folder", "faults"),
