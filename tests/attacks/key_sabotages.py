@@ -238,6 +238,7 @@ SABOTAGES = of_group(
             "batch not in the key",
             "every batch draws the same noise",
             _evaluation_key(lambda key: replace(key, step=0)),
+            variant="checkpointed",
         ),
         evaluating(
             "arm in the evaluation's key",

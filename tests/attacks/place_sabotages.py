@@ -513,6 +513,7 @@ SABOTAGES = of_group(
             "second batch clean",
             "only the first batch of a pass is noised",
             skipped(lambda call: call.state.key.step > 0),
+            variant="checkpointed",
         ),
         evaluating(
             "second noise seed clean", "only the first is noised", skipped(lambda call: call.state.key.seed > 0)

@@ -37,7 +37,7 @@ ATTACKED: dict[str, Any] = {
         "results_dir": "results",
         "models": {"base": {"source": "tiny"}},
         "machines": {"device": {}, "target": {"faults": [DEAD_ZONE]}},
-        "dataset": {"source": "generated", "num_train": 4, "num_test": 12, "max_steps": 2},
+        "dataset": {"source": "generated", "num_train": 4, "num_test": 12, "max_steps": 1},
         "arms": ["baseline", "guided"],
         "seeds": [0, 1],
         "training": {
@@ -46,17 +46,19 @@ ATTACKED: dict[str, Any] = {
             "rollouts_per_prompt": 4,
             "micro_batch_size": 16,
             "learning_rate": 2e-4,
-            "max_response_tokens": 24,
+            "max_response_tokens": 14,
             "checkpoint_every": 1,
-            "validate_every": 1,
+            "validate_every": 2,
             "validation_questions": 2,
         },
         "diagnosis": {"num_prompts": 3},
+        # So that the layers have different sigmas.
+        "sigma_rule": {"high_kurtosis_ratio": 1.1},
         "evaluation": {
             "noise_levels": [0.0, 0.1],
             "noise_seeds": [0, 1],
-            "max_response_tokens": 24,
-            "batch_size": 8,
+            "max_response_tokens": 14,
+            "batch_size": 12,
         },
         "comparisons": [HELPS, HURTS, TRAINING_HELPS],
         "report": {"title": "Attacked", "question": "Is it noticed?"},
@@ -79,14 +81,14 @@ def _variant(arms: dict[str, Any], **config: Any) -> dict[str, Any]:
     return study
 
 
-_SHORT = {"noise_levels": [0.0, 0.1], "noise_seeds": [0], "max_response_tokens": 24, "batch_size": 3}
+_SHORT = {"noise_levels": [0.0, 0.1], "noise_seeds": [0], "max_response_tokens": 14, "batch_size": 3}
 VARIANTS: dict[str, dict[str, Any]] = {
     "attacked": ATTACKED,
     # The settings of the trainer differ from their defaults. Two epochs of two steps, each with half of a rollout.
     "trained": _variant(
         {"guided": NO_NOISE},
         machines={"device": {}},
-        dataset={"num_test": 6},
+        dataset={"num_test": 6, "max_steps": 2},
         training={
             "prompts_per_step": 2,
             "steps_per_rollout": 2,
@@ -106,7 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "validate_every": 2,
             "resume_every": 2,
         },
-        evaluation=_SHORT,
+        evaluation={**_SHORT, "max_response_tokens": 24},
     ),
     # Few-shot prompts that end at a stop text, several sampled responses, and a batch that rows leave early.
     "asked": _variant(
@@ -134,9 +136,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         {"guided": {"description": "noise, low-rank adapters in bfloat16", "operator_noise": MATMUL}},
         models={"base": {"source": "tiny", "dtype": "bfloat16"}},
         machines={"device": {}},
-        dataset={"num_test": 6},
-        training={"lora": {"rank": 4, "alpha": 8}, "learning_rate": 2e-3},
-        evaluation=_SHORT,
+        # In shorter responses the noise changes no token, which is refused.
+        dataset={"num_test": 6, "max_steps": 2},
+        training={"lora": {"rank": 4, "alpha": 8}, "learning_rate": 2e-3, "max_response_tokens": 24},
+        evaluation={**_SHORT, "max_response_tokens": 24},
     ),
     "mixture": _variant(
         {"guided": {"description": "noise on a mixture of experts", "operator_noise": MATMUL}},

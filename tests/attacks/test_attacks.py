@@ -10,7 +10,8 @@ import pytest
 import torch
 from attack_list import LEFT_TO_SLOW_TESTS, ONLY_IN_THE_TABLE, SABOTAGES, TEN_WAYS
 from micro_study import MicroStudy, finished_study
-from sabotage import Sabotage, attempt, untouched
+from sabotage import AFTER_TRAINING, TRAIN, Sabotage, attempt, untouched
+from study_variants import VARIANTS
 
 TRIED = [sabotage for sabotage in SABOTAGES if sabotage.name not in ONLY_IN_THE_TABLE]
 FAST = {sabotage.name for sabotage in TRIED if sabotage.facts} - LEFT_TO_SLOW_TESTS
@@ -25,6 +26,12 @@ NEEDED = {
     "adapters": 8,
     "files and records": 30,
 }
+STUDYS_OWN = {"prepare", "diagnose", "sigmas", "train", "evaluate", "compare", "report"}
+"""Jobs that a study runs when it is made; if one of them refused, there would be no study."""
+
+REPEATED = ("attacked", (("sigmas", "target"), *TRAIN, *AFTER_TRAINING))
+"""The longest of these jobs, done again on a finished study."""
+
 STAGES = {
     "prepare": ("prepare",),
     "diagnose": ("diagnose", "target"),
@@ -78,31 +85,27 @@ def test_a_sabotage_that_does_not_run_or_is_stopped_for_another_reason_is_not_ca
     assert not outcome.is_caught
 
 
-def test_the_untouched_study_is_green(finished):
-    assert finished.invalid() == []
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[] if name == "attacked" else pytest.mark.slow) for name in VARIANTS]
+)
+def test_the_untouched_study_is_green(finished_as, variant):
+    """Its own jobs are the control of sabotages of them."""
+    assert finished_as(variant).invalid() == []
 
 
-def longest(controls):
-    """Leave out the jobs of a study that are part, in the same order, of longer jobs of the same study."""
-
-    def is_part(jobs, others):
-        rest = iter(others)
-        return jobs != others and all(job in rest for job in jobs)
-
-    return [
-        (variant, jobs)
-        for variant, jobs in sorted(controls, key=str)
-        if not any(variant == other and is_part(jobs, others) for other, others in controls)
-    ]
+def controls():
+    """Return the jobs of sabotages that no study runs when it is made, by variant, and `REPEATED`."""
+    others = {(s.variant, s.jobs) for s in TRIED if not {name for name, *_ in s.jobs} <= STUDYS_OWN}
+    return [REPEATED, *sorted(others, key=str)]
 
 
-def test_jobs_within_longer_ones_need_no_control_of_their_own():
-    one, two, three = (("a",),), (("a",), ("b",)), (("b",), ("a",))
-    assert longest({("x", one), ("x", two), ("y", one), ("x", three)}) == [("x", two), ("x", three), ("y", one)]
+def test_the_repeated_jobs_are_those_of_a_sabotage():
+    assert REPEATED in {(s.variant, s.jobs) for s in TRIED}
+    assert all(hasattr(MicroStudy, name) for name in STUDYS_OWN)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "jobs"), longest({(s.variant, s.jobs) for s in TRIED}), ids=str)
+@pytest.mark.parametrize(("variant", "jobs"), controls(), ids=str)
 def test_the_same_jobs_without_sabotage_are_green(finished_as, tmp_path, variant, jobs):
     outcome = untouched(finished_as(variant).copied(tmp_path / "study"), jobs)
     assert outcome.check is None, outcome
