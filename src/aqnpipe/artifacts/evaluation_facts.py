@@ -90,7 +90,9 @@ class EvaluationFacts(Artifact):
     def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
         """Yield the passes whose rows in the table are not the responses that the facts are about."""
         of_passes: dict[tuple[float, int], list[tuple[Any, ...]]] = defaultdict(list)
-        ordered = rows.sort("sample", "question_id", maintain_order=True).select("noise_level", "noise_seed", *_OF_A_ROW)
+        ordered = rows.sort("sample", "question_id", maintain_order=True).select(
+            "noise_level", "noise_seed", *_OF_A_ROW
+        )
         for level, seed, *row in ordered.iter_rows():
             of_passes[level, seed].append(tuple(row))
         for facts in self.passes:
