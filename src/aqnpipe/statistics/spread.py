@@ -22,7 +22,7 @@ _KNOWN_FREEDOM = 1e4
 _NEAR_LIMIT = 4.0
 
 _EXACT = 1e-10
-"""Relative size of the last step towards a quantile; the error after it is about its square."""
+"""Size of the last step towards a quantile, relative to one more than it; the error after it is about its square."""
 
 _MOST_STEPS = 100
 
@@ -112,14 +112,16 @@ class Spread:
         scales, weights = self._scales
         value = float(special.stdtrit(self.degrees_of_freedom, probability))
         for _ in range(_MOST_STEPS):
-            # The tail is convex, so all steps of Newton's but the first lead upwards.
+            # The tail is convex: above the quantile a step leads below it, and from there all lead upwards.
             ratios = value / scales
             density = float((weights / scales) @ np.exp(-(ratios**2) / 2)) / math.sqrt(2 * math.pi)
-            step = (float(weights @ special.ndtr(-ratios)) - (1 - probability)) / density
-            value = max(value + step, value / 2)
-            if abs(step) <= _EXACT * value:
-                break
-        return value
+            excess = float(weights @ special.ndtr(-ratios)) - (1 - probability)
+            # Far above it there is no density; a step takes half of the value at most.
+            step = max(excess / density, -value / 2) if density else -value / 2
+            value += step
+            if abs(step) <= _EXACT * (1 + value):
+                return value
+        raise RuntimeError(f"no quantile at {probability} of {self.parts}; this is a bug")
 
     def half_width(self, level: float) -> float:
         """Half the width of the two-sided interval at confidence `level`."""
