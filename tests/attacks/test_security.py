@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from aqnpipe.cli.front_door import open_study
 from aqnpipe.config.dataset import LocalDataset, PromptFormat
 from aqnpipe.config.model import ModelConfig, builtin_folder, read_model_config
 from aqnpipe.config.study import load_study_file
 from aqnpipe.data.loader import load_problems
 from aqnpipe.data.prompts import format_prompt
 from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ModelError, printable
-from aqnpipe.models import chat_templates
-from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model
+from aqnpipe.models.loading import create_model, load_model, load_tokenizer, prepare_model
+from aqnpipe.models.shapes import shape_from_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,11 +145,13 @@ def test_a_link_cannot_copy_a_file_from_outside_and_links_of_a_cache_are_followe
     assert (tmp_path / "prepared" / "chat_template.jinja").read_text(encoding="utf-8") == "{{ messages }}"
 
 
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/../../x.safetensors", "missing", 5])
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "a/../../x.safetensors", "missing", 5, "config.json"]
+)
 def test_an_index_must_stay_in_its_folder(folder, tmp_path, shard):
     (tmp_path / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     edit(folder / "model.safetensors.index.json", weight_map={"model.norm.weight": shard})
-    with pytest.raises(ModelError, match="expected files in the same folder"):
+    with pytest.raises(ModelError, match="expected safetensors files in the same folder"):
         prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
     assert not (tmp_path / "prepared").exists()
 
@@ -178,8 +181,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
         ({"default": "x" * 1_000_001}, "a chat template of 1,000,001 characters, expected 1,000,000"),
     ],
 )
-def test_a_chat_template_without_end_is_one_line(folder, tmp_path, monkeypatch, template, line):
-    monkeypatch.setattr(chat_templates, "_SECONDS", 2)
+def test_a_chat_template_without_end_is_one_line(folder, tmp_path, template, line):
     for name, text in template.items():
         if name.endswith(".jinja"):
             (folder / name).write_text(text, encoding="utf-8")
@@ -198,18 +200,94 @@ def test_chat_templates_that_end_are_tried_and_taken(folder, tmp_path):
     assert (tmp_path / "prepared" / "chat_template.jinja").read_text(encoding="utf-8") == usual
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer_config.json"])
-def test_settings_that_are_no_file_or_too_large_are_one_line(folder, tmp_path, name):
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    if name != "tokenizer_config.json":  # which a model need not have
-        with pytest.raises(ModelError, match=r"no regular file|without config.json"):
-            prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
-    (folder / name).unlink()
-    with (folder / name).open("wb") as file:
-        file.truncate(2**40)
-    with pytest.raises(ModelError, match=r"1,099,511,627,776 bytes, expected at most 268,435,456"):
+def test_the_check_of_a_study_tries_a_chat_template_before_it_uses_it(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    content = yaml.safe_load(Path("config/smoke.yaml").read_text(encoding="utf-8"))
+    content |= {"models": {"base": {"source": str(folder)}}, "prompt": {"style": "chat"}}
+    content["arms_file"] = str(ROOT / "config" / "arms.yaml")
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(ENDLESS, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: the chat template .* takes more than 2 s"):
+        open_study([tmp_path / "study.yaml"])
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    open_study([tmp_path / "study.yaml"])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for a in range(10**9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 1 // 0 }}"],
+)
+def test_whatever_a_chat_template_raises_is_one_line(folder, template):
+    edit(folder / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ModelError, match=r"chat template of .* cannot be used") as caught:
+        format_prompt("What is 1 plus 1 ?", PromptFormat(style="chat"), load_tokenizer(folder), ())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_chat_template_that_is_no_text_is_one_line(folder, tmp_path):
+    (folder / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja: not UTF-8"):
         prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.json"),
+        *("generation_config.json", "adapter_config.json"),
+    ],
+)
+def test_settings_that_are_no_file_or_too_large_are_one_line(folder, tmp_path, name):
+    def load():
+        load_model(folder, dtype="float32", attention="eager")
+
+    for attempt in (lambda: prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared"), load):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        with pytest.raises(ModelError, match=r"found a pipe, socket or device|without config\.json"):
+            attempt()
+        (folder / name).unlink()
+        with (folder / name).open("wb") as file:
+            file.truncate(2**40)
+        with pytest.raises(ModelError, match=r"1,099,511,627,776 bytes, expected at most 268,435,456"):
+            attempt()
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan"), "96", [96, 0], 2**31])
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"])
+def test_an_impossible_size_is_one_line(folder, key, size):
+    edit(folder / "config.json", **{key: size})
+    with pytest.raises(ModelError, match=rf"{key} is .*, expected a whole number from 1 to 2,147,483,647"):
+        read_model_config(folder)
+
+
+@pytest.mark.parametrize("head_dim", [-1, 0.5, float("nan"), "x", [1]])
+def test_an_impossible_width_of_heads_is_one_line(folder, head_dim):
+    """A family may have a width of 0, so config.json alone is not refused."""
+    edit(folder / "config.json", head_dim=head_dim)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(folder, dtype="float32", attention="eager")
+
+
+def test_sizes_that_a_family_may_have_are_taken(folder):
+    edit(folder / "config.json", head_dim=0, intermediate_size=[96, 128], num_key_value_heads=None)
+    assert read_model_config(folder)["intermediate_size"] == [96, 128]
+    assert shape_from_config(read_model_config(folder)) is None
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": ["silu"]}, {"rms_norm_eps": "x"}, {"pad_token_id": 10**6}])
+def test_settings_that_transformers_refuses_are_one_line(folder, changes):
+    edit(folder / "config.json", **changes)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(folder, dtype="float32", attention="eager")
+
+
+def test_the_attention_of_a_study_counts_and_not_that_of_a_model(folder):
+    edit(folder / "config.json", _attn_implementation="sdpa")
+    model = load_model(folder, dtype="float32", attention="eager")
+    assert model.config._attn_implementation == "eager"
+    assert model.model.layers[0].self_attn.config._attn_implementation == "eager"
+    assert create_model(folder, "meta", attention="eager").config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("results", ["a/../../elsewhere", "results/..", "a/.."])

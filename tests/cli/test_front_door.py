@@ -23,6 +23,7 @@ from aqnpipe.cli.front_door import (
 from aqnpipe.cli.main import app
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.errors import ConfigError
+from aqnpipe.models.chat_templates import templates_in
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "config"
@@ -57,9 +58,9 @@ def test_a_machine_measured_elsewhere_needs_its_file(tmp_path):
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
 def test_a_chat_template_is_found(tmp_path, name):
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert not front_door._has_chat_template(tmp_path)
+    assert not templates_in(tmp_path)
     (tmp_path / name).write_text('{"chat_template": "{{ messages }}"}')
-    assert front_door._has_chat_template(tmp_path)
+    assert "{{ messages }}" in next(iter(templates_in(tmp_path).values()))
 
 
 @pytest.mark.parametrize("key", ["content", "value"])

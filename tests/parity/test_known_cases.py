@@ -10,7 +10,9 @@ from transformers import DynamicCache
 from transformers.models.qwen2 import modeling_qwen2
 
 from aqnpipe.artifacts.parities import WITHIN_ROUNDING, ParityFile
+from aqnpipe.errors import DataError
 from aqnpipe.models.layout import is_rms_norm
+from aqnpipe.parity.compare import function_differences
 from aqnpipe.parity.parity import parity_of
 from aqnpipe.parity.recorder import sampled_channels
 
@@ -242,6 +244,20 @@ def test_settings_that_decide_no_value_are_no_other_function(captured, full, tin
     assert parity.verdict == "rounding"
     assert parity.log_probabilities.rms < 1e-4
     assert "no input was the same" in parity.summary
+
+
+def test_a_config_of_a_capture_that_transformers_cannot_read_is_one_line(full):
+    """Captures come from other sites; a family that is unknown here is compared as it stands."""
+    identity, config = full.identity, full.identity.config
+    broken = identity.model_copy(update={"config": {**config, "hidden_act": ["silu"]}})
+    with pytest.raises(DataError, match=r"config\.json that transformers cannot read: .*hidden_act"):
+        function_differences(identity, broken)
+    first, second = (
+        identity.model_copy(update={"config": {"model_type": "of_tomorrow", "theta": theta, "pad_token_id": theta}})
+        for theta in (1, 2)
+    )
+    assert function_differences(first, second) == ("theta: 1 / 2",)
+    assert function_differences(first, first) == ()
 
 
 def test_the_cast_of_rms_norms_is_named(captured, low):

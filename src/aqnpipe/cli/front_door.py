@@ -21,7 +21,7 @@ from aqnpipe.cli.profile_file import refuse_unreadable_profiles
 from aqnpipe.config.cross_references import validation_problem
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
 from aqnpipe.config.evaluation_noise import settings_of
-from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, read_json_object, source_kind
+from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, source_kind
 from aqnpipe.config.noise import ModuleNoise
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.published import PublishedFile
@@ -34,8 +34,6 @@ from aqnpipe.runtime.device_allocation import devices_to_compute_on
 
 _LONGEST_NAME = 255
 """Bytes of a file name on Linux."""
-
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
 
 
 def open_study(
@@ -371,22 +369,27 @@ def _chat_template_problems(study: Study, source: str) -> Iterator[str]:
     if study.config.prompt.style != "chat":
         return
     from aqnpipe.data.prompts import refuse_unusable_template
+    from aqnpipe.models.chat_templates import refuse_endless_templates, templates_in
     from aqnpipe.models.loading import load_tokenizer
 
     for role, model in study.models().items():
         name = model.source
         kind = source_kind(name)
         folder = builtin_folder(name) if kind == "builtin" else Path(name)
-        if kind != "hub" and not _has_chat_template(folder):
-            yield (
-                f"{source}: prompt.style: found chat, expected plain: the tokenizer of model {role} ({name}) has no "
-                "chat template"
-            )
-        elif kind != "hub":
-            try:
+        if kind == "hub":
+            continue
+        try:
+            has_template = bool(templates_in(folder))
+            if has_template:
+                refuse_endless_templates(folder)
                 refuse_unusable_template(study.config.prompt, load_tokenizer(folder))
-            except ModelError as error:
-                yield f"{source}: prompt.style: found chat, which model {role} cannot be asked in: {error}"
+            else:
+                yield (
+                    f"{source}: prompt.style: found chat, expected plain: the tokenizer of model {role} ({name}) has "
+                    "no chat template"
+                )
+        except ModelError as error:
+            yield f"{source}: prompt.style: found chat, which model {role} cannot be asked in: {error}"
 
 
 def _module_problems(study: Study, source: str) -> Iterator[str]:
@@ -461,10 +464,3 @@ def _same_weights(first: Path, second: Path) -> bool:
     if [(path.name, path.stat().st_size) for path in ours] != [(path.name, path.stat().st_size) for path in theirs]:
         return False
     return all(filecmp.cmp(one, other, shallow=False) for one, other in zip(ours, theirs, strict=True))
-
-
-def _has_chat_template(folder: Path) -> bool:
-    if any((folder / name).exists() for name in _TEMPLATE_FILES):
-        return True
-    settings = folder / "tokenizer_config.json"
-    return settings.is_file() and bool(read_json_object(settings).get("chat_template"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -21,8 +22,11 @@ BUILTIN_MODELS: tuple[str, ...] = get_args(BuiltinModel)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _KERNEL = re.compile(r"[\w|]+")
 _MOST_LAYERS = 10_000
+_LARGEST_SIZE = 2**31 - 1
 _MOST_BYTES = 256 * 2**20
-"""Most bytes of a JSON file of a model; the tokenizers of the largest vocabularies have 35 MB."""
+"""Most bytes of a text file of a model; the tokenizers of the largest vocabularies have 35 MB."""
+_SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
+"""Keys of config.json that are sizes; a family may have one per layer, or none."""
 _PATH_PREFIXES = ("/", "./", "../")
 _OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -134,6 +138,12 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     num_layers = config.get("num_hidden_layers", 1)
     if not (isinstance(num_layers, int) and 0 < num_layers <= _MOST_LAYERS):
         raise ModelError(f"{path}: num_hidden_layers is {num_layers!r}, expected a number from 1 to {_MOST_LAYERS:,}")
+    for key in (key for key in _SIZES if config.get(key) is not None):
+        sizes = config[key] if isinstance(config[key], list) else [config[key]]
+        if not all(type(size) is int and 0 < size <= _LARGEST_SIZE for size in sizes):
+            raise ModelError(
+                f"{path}: {key} is {str(config[key])[:80]}, expected a whole number from 1 to {_LARGEST_SIZE:,}"
+            )
     for key, value in _settings("", config):
         # transformers fetches an implementation with another name from a hub, whatever the caller asks for.
         if key.endswith("_implementation") and value is not None and not _KERNEL.fullmatch(str(value)):
@@ -165,13 +175,23 @@ def common_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
+def refuse_odd_file(path: Path, most_bytes: int | None = _MOST_BYTES) -> None:
+    """Raise ModelError unless `path` is a regular file of at most `most_bytes`; reading a pipe would wait for ever."""
+    if path.is_dir():
+        raise ModelError(f"{path}: found a folder, expected a file")
+    if path.is_symlink() and not path.exists():
+        raise ModelError(f"{path}: found a link to nothing, expected a file")
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path}: found a pipe, socket or device, expected a file")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise ModelError(f"{path}: {status.st_size:,} bytes, expected at most {most_bytes:,}")
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; raises ModelError if the file is or contains anything else."""
-    if path.exists() and not path.is_file():
-        raise ModelError(f"{path}: no regular file, expected a JSON object")
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise ModelError(f"{path}: {size:,} bytes, expected at most {_MOST_BYTES:,}")
+        refuse_odd_file(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from error

@@ -7,10 +7,13 @@ from jinja2 import TemplateError
 
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.data.examples import Example, examples_for
-from aqnpipe.errors import DataError, ModelError
+from aqnpipe.errors import DataError, ModelError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+"""What a chat template, which is a program, can raise."""
 
 
 def format_prompt(
@@ -49,8 +52,8 @@ def format_prompt(
             turns.append({"role": "assistant", "content": shown[number].answer})
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-    except (TemplateError, TypeError) as error:
-        raise ModelError(f"chat template of {tokenizer.name_or_path!r} cannot be used: {error}") from error
+    except TEMPLATE_ERRORS as error:
+        raise ModelError(f"chat template of {tokenizer.name_or_path!r} cannot be used: {first_line(error)}") from error
     _refuse_left_out(turns, text, tokenizer)
     return text
 

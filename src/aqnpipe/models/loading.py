@@ -20,6 +20,7 @@ from aqnpipe.config.model import (
     builtin_folder,
     read_json_object,
     read_model_config,
+    refuse_odd_file,
     source_kind,
 )
 from aqnpipe.errors import ModelError, first_line
@@ -38,8 +39,8 @@ _TOKENIZER = (
 )
 CONFIG_FILES = ("config.json", "generation_config.json")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
-"""Exceptions that transformers raises for malformed files, and where a number format needs another package."""
+_TEXTS = frozenset({".json", ".jinja", ".txt"})
+"""Endings of the files that transformers reads beside weights."""
 _FREE_TEXT = (TEMPLATE_FILE, "merges.txt")
 """Files that are copied whatever they contain."""
 # Tokenizer classes that use tokenizer.json unchanged.
@@ -106,7 +107,8 @@ def create_model(
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention
             )
-    except _UNREADABLE as error:
+        _set_attention(model, attention)
+    except unreadable() as error:
         raise ModelError(f"model {str(folder)!r} cannot be created: {first_line(error)}") from error
     return model.eval()
 
@@ -176,11 +178,12 @@ def _is_inside(path: Path, folder: Path) -> bool:
 def _refuse_paths_outside(index: Path) -> None:
     """Raise ModelError if a weights index names files outside its own folder."""
     shards = read_json_object(index).get("weight_map")
-    if not isinstance(shards, dict):
+    if not isinstance(shards, dict) or not shards:
         raise ModelError(f"{index}: no weight_map, expected an index of safetensors files")
     for shard in shards.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or not (index.parent / shard).is_file():
-            raise ModelError(f"{index}: names the weights {shard!r}, expected files in the same folder")
+        is_name = isinstance(shard, str) and Path(shard).name == shard and shard.endswith(".safetensors")
+        if not is_name or not (index.parent / shard).is_file():
+            raise ModelError(f"{index}: names the weights {shard!r}, expected safetensors files in the same folder")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -226,18 +229,13 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def refuse_removed(folder: Path) -> None:
-    """Raise ModelError if `folder` is a checkpoint whose weights a study did not keep, or if one of them is no file."""
+    """Raise ModelError if `folder` is a checkpoint whose weights a study did not keep, or has files not to be read."""
     if gone := why_weights_are_gone(folder):
         raise ModelError(gone)
-    for path in (path for path in sorted(folder.glob("*.safetensors")) if not path.is_file()):
-        raise ModelError(f"{path}: found {_kind_of(path)}, expected a file")
-
-
-def _kind_of(path: Path) -> str:
-    """Return what a path is that is no regular file; reading a pipe would wait for ever."""
-    if not path.exists():
-        return "a link to nothing"
-    return "a folder" if path.is_dir() else "a pipe, socket or device"
+    for path in (path for path in sorted(folder.glob("*")) if path.suffix == ".safetensors"):
+        refuse_odd_file(path, None)
+    for path in (path for path in sorted(folder.glob("*")) if path.suffix in _TEXTS):
+        refuse_odd_file(path)
 
 
 def refuse_damaged(folder: Path) -> None:
@@ -318,7 +316,6 @@ def load_model(
 def _load_whole(folder: Path, dtype: Dtype, attention: Attention) -> "PreTrainedModel":
     """Return the model whose weights are all in `folder`; transformers alone would fill gaps with random numbers."""
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     refuse_damaged(folder)
@@ -332,7 +329,8 @@ def _load_whole(folder: Path, dtype: Dtype, attention: Attention) -> "PreTrained
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (*_UNREADABLE, SafetensorError) as error:
+        _set_attention(model, attention)
+    except unreadable() as error:
         raise ModelError(f"model {str(folder)!r} cannot be loaded: {first_line(error)}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
@@ -341,6 +339,23 @@ def _load_whole(folder: Path, dtype: Dtype, attention: Attention) -> "PreTrained
                 f"model {str(folder)!r}: {problem.replace('_', ' ')} in its weights: {', '.join(names[:3])}"
             )
     return model
+
+
+def _set_attention(model: "PreTrainedModel", attention: Attention) -> None:
+    """Set the attention kernel; to transformers, one that config.json names counts more than the one asked for."""
+    if model.config._attn_implementation != attention:
+        model.set_attn_implementation(attention)
+
+
+def unreadable() -> tuple[type[Exception], ...]:
+    """Return what transformers raises for malformed files, and where a number format needs another package."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return (
+        *(OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError),
+        *(ArithmeticError, AssertionError, StrictDataclassError, SafetensorError),
+    )
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
@@ -360,7 +375,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         )
     except Exception as error:
         # The tokenizers library raises plain Exception for malformed files.
-        if type(error) is not Exception and not isinstance(error, _UNREADABLE):
+        if type(error) is not Exception and not isinstance(error, unreadable()):
             raise
         raise ModelError(f"tokenizer of {str(folder)!r} cannot be loaded: {first_line(error)}") from error
     if tokenizer.pad_token is None:

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.model import ModelConfig, known_config
+from aqnpipe.errors import ModelError
 
 
 class ModelShape(FrozenModel):
@@ -86,10 +87,17 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the shape that a config.json describes; None if a size is missing."""
+    """Return the shape that a config.json describes; None if a size is missing, or differs from layer to layer.
+
+    Raises ModelError for sizes that no model has.
+    """
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    if not all(isinstance(config.get(key), int) for key in needed):
+    sizes = {key: config.get(key) for key in needed}
+    sizes |= {key: config[key] for key in ("num_key_value_heads", "head_dim") if config.get(key)}
+    if not all(isinstance(size, int) for size in sizes.values()):
         return None
+    if wrong := [f"{key} is {size}" for key, size in sizes.items() if size is not None and size < 1]:
+        raise ModelError(f"config.json: {', '.join(wrong)}, expected positive numbers")
     num_heads = config["num_attention_heads"]
     return ModelShape(
         hidden_size=config["hidden_size"],

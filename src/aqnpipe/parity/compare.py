@@ -12,7 +12,8 @@ from torch import Tensor
 from aqnpipe.artifacts.captures import CaptureIdentity
 from aqnpipe.artifacts.parities import OperatorParity, OperatorVerdict, is_product
 from aqnpipe.config.measured_noise import ATTENTION, ErrorFigures, is_norm
-from aqnpipe.errors import DataError
+from aqnpipe.errors import DataError, first_line
+from aqnpipe.models.loading import unreadable
 from aqnpipe.parity.capture_file import Capture
 from aqnpipe.parity.expected import ulps
 from aqnpipe.parity.figures import are_finite, error_figures
@@ -37,10 +38,10 @@ _SETTINGS = (
 )
 _IGNORED_CONFIG = ("max_position_embeddings", "use_cache", "architectures")
 _DECIDES_NO_VALUE = re.compile(
-    r"_?(architectures|max_position_embeddings|use_cache|dtype|torch_dtype|transformers_version|initializer_range|.*dropout"
-    r"|.*_token_id|name_or_path|id2label|label2id|output_.*|return_dict|problem_type|chunk_size_.*|tokenizer_class)"
+    r"_?(dtype|torch_dtype|transformers_version|initializer_range|.*dropout|.*_token_id|name_or_path|id2label|label2id"
+    r"|output_.*|return_dict|problem_type|chunk_size_.*|tokenizer_class)"
 )
-"""Keys of config.json that change no logit of an evaluated model: names, tokens, training, formats of outputs."""
+"""Further keys of config.json that change no logit of an evaluated model: names, tokens, training, output formats."""
 
 
 @dataclass(frozen=True)
@@ -150,18 +151,22 @@ def function_differences(first: CaptureIdentity, second: CaptureIdentity) -> tup
     one, other = (_completed(identity.config) for identity in (first, second))
     return tuple(
         f"{key}: {one.get(key)} / {other.get(key)}"
-        for key in sorted(one.keys() | other.keys())
+        for key in sorted((one.keys() | other.keys()) - set(_IGNORED_CONFIG))
         if one.get(key) != other.get(key) and not _DECIDES_NO_VALUE.fullmatch(key)
     )
 
 
 def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a config.json with the defaults of its family; as it is, if transformers here has no such family."""
     from transformers import CONFIG_MAPPING
 
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
         return config
-    found: dict[str, object] = CONFIG_MAPPING[kind](**config).to_dict()
+    try:
+        found: dict[str, object] = CONFIG_MAPPING[kind](**config).to_dict()
+    except unreadable() as error:
+        raise DataError(f"a capture has a config.json that transformers cannot read: {first_line(error)}") from error
     return found
 
 

@@ -15,15 +15,14 @@ from aqnpipe.report.markup import inline, page_template
 from aqnpipe.report.summary import readme, render_summary
 from aqnpipe.report.words import Words, at_noise, load_words
 
+__all__ = ["ReportOutputs", "build_report"]
+
 
 def write_pair(folder: Path, name: str, table: pl.DataFrame, left_out: tuple[str, ...] = ()) -> None:
     """Write `table` as <name>.parquet and, without the columns `left_out`, as <name>.csv; both atomically."""
     with atomic_path(folder / f"{name}.parquet") as temporary:
         table.write_parquet(temporary, compression="zstd")
     write_csv(folder / f"{name}.csv", table.drop(left_out, strict=False))
-
-
-__all__ = ["ReportOutputs", "build_report"]
 
 
 @dataclass(frozen=True)
