@@ -7,13 +7,16 @@ import shutil
 import subprocess
 import textwrap
 
+import polars as pl
 import pytest
 import vl_convert
+from made_up_parities import operator, parity
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
+from aqnpipe.artifacts.machine_differences import MachineDifferenceTable
 from aqnpipe.report import claims
-from aqnpipe.report.inputs import read_inputs
+from aqnpipe.report.inputs import MeasuredMachine, ParityInput, read_inputs
 from aqnpipe.report.paper import claims_panel, export_paper
 from aqnpipe.report.words import load_words
 
@@ -127,3 +130,24 @@ def test_a_cell_that_a_spreadsheet_would_run_is_inert():
         "-5",
         "baseline",
     ]
+
+
+def test_measured_machines_and_evaluations_on_machines_are_written_too(built, tmp_path):
+    """No file is written twice, although both machines have pictures of the same titles."""
+    data = read_inputs(built.made.report_inputs(built.folder))
+    measured = parity([operator("q_proj", 0, relative_rms=0.002), operator("lm_head", relative_rms=0.001)])
+    parities = tuple(
+        MeasuredMachine(ParityInput("base", name, f"results/parity/base/{name}.json"), measured)
+        for name in ("device", "target")
+    )
+    row = {"model": "base", "arm": "E5b", "step": 1, "machine": "device", "noise_level": 0.0, "num_questions": 10}
+    missing = dict.fromkeys(set(MachineDifferenceTable.to_schema().columns) - row.keys())
+    machines = pl.DataFrame([row | missing | {"problem": "only a test"}])
+    both = dataclasses.replace(data, parities=parities, machines=machines)
+    without = export_paper(built.study, data, load_words("en"), tmp_path / "without", ["svg"], ["csv"])
+    paths = export_paper(built.study, both, load_words("en"), tmp_path / "with", ["svg"], ["csv"])
+    added = {path.name for path in paths} - {path.name for path in without}
+    assert added == {
+        *("machines-machines.csv", "scale-1-machine-scale.csv", "scale-2-machine-scale.csv"),
+        *("scale-1-1-error-of-the-machine-by-layer.svg", "scale-2-1-error-of-the-machine-by-layer.svg"),
+    }

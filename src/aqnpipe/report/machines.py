@@ -159,11 +159,11 @@ def machine_scales(study: Study, data: ReportData, words: Words) -> tuple[Machin
 
 def scale_parts(scales: Sequence[MachineScale]) -> Iterator[Part]:
     """Yield the section on the noises of the study in units of machines."""
-    for scale in scales:
+    for number, scale in enumerate(scales, start=1):
         yield Part("heading", scale.heading)
         if scale.sentences:
             yield Part("items", scale.sentences)
-        yield Part("figure", scale.figure)
+        yield Part("figure", scale.figure, stem=f"scale-{number}" if len(scales) > 1 else "")
 
 
 def _machine_scale(

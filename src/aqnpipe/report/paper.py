@@ -111,6 +111,8 @@ def export_paper(
             # Names of paired tables hold ids of comparisons, which a path cannot hold as they are.
             stem = f"{name}-{_NOT_IN_STEMS.sub('-', table.name)}"
             written += [_write_table(folder, stem, table, form) for form in formats]
+    if twice := [str(path) for path, number in Counter(written).items() if number > 1]:
+        raise RuntimeError(f"{', '.join(twice)}: written twice, so one is lost; this is a bug")
     return written
 
 

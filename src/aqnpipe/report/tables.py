@@ -101,7 +101,10 @@ class Section:
     parts: tuple[Part, ...]
 
     def exported(self) -> Iterator[tuple[str, Figure | Table]]:
-        """Yield every figure and table, folded ones too, with the beginning of its name."""
+        """Yield every figure and table, folded ones too, with the beginning of its name.
+
+        Tables with a title, the receipts of single runs, have captions that repeat: whoever exports them names them.
+        """
         waiting = list(self.parts)
         while waiting:
             part = waiting.pop(0)
