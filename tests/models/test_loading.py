@@ -165,6 +165,34 @@ def test_tokenizer_without_pad_pads_with_eos_and_without_either_fails(local):
         load_tokenizer(local)
 
 
+def test_a_tokenizer_that_makes_its_library_panic_is_one_clear_error(local, monkeypatch):
+    class PanicException(BaseException):
+        """As pyo3 defines it: no Exception, so that nothing catches it by accident."""
+
+    def panic(*args, **settings):
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.from_pretrained", panic)
+    with pytest.raises(ModelError, match=r"tokenizer of .* cannot be loaded: called `Option"):
+        load_tokenizer(local)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"return_dict": False}, {"output_hidden_states": True}, {"use_cache": False}],
+)
+def test_what_a_pass_returns_is_not_the_configurations_choice(local, changes):
+    edit_json(local / "config.json", **changes)
+    model = load_model(local, dtype="float32", attention="sdpa")
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        output = model(ids)
+        tokens = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert output.logits.shape[:2] == (1, 3)
+    assert (output.attentions, output.hidden_states) == (None, None)
+    assert tokens.shape == (1, 5)
+
+
 def test_unreadable_record_is_one_clear_error(tmp_path):
     with pytest.raises(ModelError, match=r"no aqnpipe_model\.json"):
         read_prepared_model(tmp_path)

@@ -107,7 +107,7 @@ def create_model(
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention
             )
-        _set_attention(model, attention)
+        _set_outputs(model, attention)
     except unreadable() as error:
         raise ModelError(f"model {str(folder)!r} cannot be created: {first_line(error)}") from error
     return model.eval()
@@ -329,7 +329,7 @@ def _load_whole(folder: Path, dtype: Dtype, attention: Attention) -> "PreTrained
             trust_remote_code=False,
             output_loading_info=True,
         )
-        _set_attention(model, attention)
+        _set_outputs(model, attention)
     except unreadable() as error:
         raise ModelError(f"model {str(folder)!r} cannot be loaded: {first_line(error)}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -341,10 +341,12 @@ def _load_whole(folder: Path, dtype: Dtype, attention: Attention) -> "PreTrained
     return model
 
 
-def _set_attention(model: "PreTrainedModel", attention: Attention) -> None:
-    """Set the attention kernel; to transformers, one that config.json names counts more than the one asked for."""
+def _set_outputs(model: "PreTrainedModel", attention: Attention) -> None:
+    """Set the attention kernel and what a pass returns; to transformers, what config.json names counts more."""
     if model.config._attn_implementation != attention:
         model.set_attn_implementation(attention)
+    model.config.return_dict = True
+    model.config.output_attentions = model.config.output_hidden_states = False
 
 
 def unreadable() -> tuple[type[Exception], ...]:
@@ -373,9 +375,10 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         tokenizer = loader.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, padding_side="left"
         )
-    except Exception as error:
-        # The tokenizers library raises plain Exception for malformed files.
-        if type(error) is not Exception and not isinstance(error, unreadable()):
+    except BaseException as error:
+        # The tokenizers library raises plain Exception for malformed files, and panics of Rust, which are none.
+        is_of_the_file = type(error) is Exception or type(error).__name__ == "PanicException"
+        if not is_of_the_file and not isinstance(error, unreadable()):
             raise
         raise ModelError(f"tokenizer of {str(folder)!r} cannot be loaded: {first_line(error)}") from error
     if tokenizer.pad_token is None:
