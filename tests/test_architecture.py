@@ -14,7 +14,7 @@ ROOT = Path(aqnpipe.__file__).parent
 LEAVES = frozenset({"errors", "seeding", "device", "error_bounds"})
 FOUNDATION = LEAVES | {"config", "artifacts"}
 MODELLING = FOUNDATION | {"data", "models", "noise.schedule", "noise.control_layers", "noise.receipts"}
-COMPUTING = MODELLING | {"noise", "noise.audit", "noise.injection", "noise.kernels", "generation"}
+COMPUTING = MODELLING | {"machine", "noise", "noise.audit", "noise.injection", "noise.kernels", "generation"}
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "noise.receipts": FOUNDATION | {"models", "noise.schedule"},
     # Independent of what it audits: neither the kernels nor the injection, and keys of its own.
     "noise.audit": (FOUNDATION - {"seeding"}) | {"models", "noise.receipts"},
-    "noise.injection": FOUNDATION | {"models", "noise.kernels", "noise.receipts", "noise.audit"},
+    "noise.injection": FOUNDATION | {"machine", "proof", "models", "noise.kernels", "noise.receipts", "noise.audit"},
     # A simulated machine, and the proof of what it did, which shares no code with it.
     "machine": FOUNDATION | {"models", "noise.kernels"},
     "proof": (FOUNDATION - {"seeding"}) | {"models", "noise.audit"},

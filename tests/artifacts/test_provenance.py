@@ -95,7 +95,7 @@ def test_every_rule_that_runs_code_names_its_stage():
 
 def test_the_training_stage_depends_on_the_noise_but_not_on_the_report():
     sources = dependencies("aqnpipe.training.stage")
-    assert {"aqnpipe.noise.injection.operators", "aqnpipe.noise.aqn", "aqnpipe.data.scoring"} <= set(sources)
+    assert {"aqnpipe.machine.operators", "aqnpipe.noise.aqn", "aqnpipe.data.scoring"} <= set(sources)
     assert not {name for name in sources if name.startswith(("aqnpipe.report", "aqnpipe.statistics"))}
 
 

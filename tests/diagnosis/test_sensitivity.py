@@ -12,8 +12,8 @@ from aqnpipe.diagnosis.sensitivity import fragile_layers, rank_correlation, rati
 from aqnpipe.diagnosis.sensitivity_estimate import first_order_estimates, layer_noise
 from aqnpipe.diagnosis.sensitivity_measured import Noise, NoisyPasses
 from aqnpipe.errors import ConfigError, DataError, ModelError, ReceiptError
+from aqnpipe.machine.machine import Machine, Request
 from aqnpipe.models.loading import load_model, load_tokenizer, source_folder
-from aqnpipe.noise.injection.phase_state import PhaseState
 
 CPU = torch.device("cpu")
 
@@ -184,18 +184,16 @@ def test_equal_seeds_give_equal_results_and_the_model_stays_as_it_was(model):
 
 def test_noise_in_another_layer_is_refused_by_the_receipt(model, monkeypatch):
     passes = NoisyPasses(model, texts())
-    real = PhaseState.put_error
-
-    def moved(self, phase, operator, layer, error, source, tensor, *, repeats):
-        real(self, phase, operator, 2 if layer == 1 else layer, error, source, tensor, repeats=repeats)
-
-    monkeypatch.setattr(PhaseState, "put_error", moved)
+    real = Request.error_at
+    monkeypatch.setattr(
+        Request, "error_at", lambda self, part: real(self, 1 if part == 2 else 2 if part == 1 else part)
+    )
     with pytest.raises(ReceiptError, match="noise in layer 1"):
         passes.losses(Noise(1, 0.1, 0))
 
 
 def test_absent_noise_is_refused_by_the_receipt(model, monkeypatch):
-    monkeypatch.setattr(PhaseState, "put_error", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Machine, "_on_result", lambda self, operator, result, *_: result)
     with pytest.raises(ReceiptError):
         NoisyPasses(model, texts()).losses(Noise(1, 0.1, 0))
 

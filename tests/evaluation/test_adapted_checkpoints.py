@@ -55,7 +55,7 @@ def evaluated(results, run_folder, output, **evaluation):
 def linears_per_forward(receipt, phase):
     """Return the noised linear products of each layer per forward pass."""
     (forwards,) = (record.forwards for record in receipt.phases if record.phase == phase)
-    cells = [cell for cell in receipt.cells if cell.phase == phase and cell.operator == "linear"]
+    cells = [cell for cell in receipt.cells if cell.phase == phase and cell.operator == "mm"]
     return {cell.layer: cell.calls / forwards for cell in cells if cell.layer is not None}
 
 

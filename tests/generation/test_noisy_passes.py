@@ -7,8 +7,8 @@ from aqnpipe.config.noise import AdaptiveNoise, Fault, ModuleNoise, OperatorNois
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise, TransformersPasses, pass_receipt
 from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.noise.injection.phase_state import NoiseKey
 
 SAMPLING = Sampling(max_response_tokens=12)
 NOISE = {"error": RelativeGaussian(scale=0.05), "phases": ("evaluation",)}

@@ -15,10 +15,10 @@ from aqnpipe.generation.rollout_engines import Rollout, VllmRolloutEngine
 from aqnpipe.generation.vllm import weights as weight_sync
 from aqnpipe.generation.vllm.sealed_memory import SealedMemory, read_sealed
 from aqnpipe.generation.vllm.weights import for_engine, load_sent_weights, shared_weights
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.merge import add_rollout
 from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from aqnpipe.config.noise import RelativeGaussian
-from aqnpipe.generation.vllm import audit as audits
-from aqnpipe.generation.vllm.audit import EngineObserver
-from aqnpipe.noise.audit.observer import Frame
-from aqnpipe.noise.audit.random_numbers import Position
+from aqnpipe.generation.vllm import observer as observers
+from aqnpipe.generation.vllm.observer import EngineObserver, Part
 
 ERROR = RelativeGaussian(scale=0.1)
 PRODUCTS = {
@@ -61,8 +59,8 @@ def operators():
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    monkeypatch.setattr(audits, "_NO_PRODUCTS", {"audit_test.rotary", "audit_test.rotary_by"})
-    monkeypatch.setattr(audits, "ATTENTION", {"audit_test.attention"})
+    monkeypatch.setattr(observers, "_NO_PRODUCTS", {"audit_test.rotary", "audit_test.rotary_by"})
+    monkeypatch.setattr(observers, "ATTENTION", {"audit_test.attention"})
 
 
 def layer_with(forward):
@@ -78,8 +76,8 @@ def observed(forward, error=ERROR, in_call=False):
     with torch.inference_mode():
         x = torch.randn(3, 8)
         expected = layer.mlp(x)
-        observer.enter(Frame("evaluation", Position(0, 0, 0, 0, 0), 0, 0, error, layer, "layer"))
-        with observer, observer.noised_call(error) if in_call else nullcontext():
+        observer.enter(Part(0, 0, layer, "layer", error))
+        with observer.noised_call() if in_call else nullcontext():
             output = layer.mlp(x)
         observer.leave(output)
     assert torch.equal(output, expected)
@@ -103,9 +101,9 @@ def test_what_multiplies_no_matrices_is_none(name):
 @pytest.mark.parametrize("name", ["linear", "matmul", "einsum"])
 def test_a_composite_product_in_a_noised_call_is_read_by_its_parts(name):
     """So a call that returns a product without a claim is noticed: it is read as a product without noise."""
-    (reading,) = observed(PRODUCTS[name][0], in_call=True).readings
-    assert reading.followed.is_product
-    assert reading.followed.claims == []
+    ((followed, _),) = observed(PRODUCTS[name][0], in_call=True).readings
+    assert followed.is_product
+    assert followed.claims == []
 
 
 def test_what_an_operator_writes_into_its_argument_is_followed():
@@ -114,10 +112,10 @@ def test_what_an_operator_writes_into_its_argument_is_followed():
         torch.ops.audit_test.attention(x, output)
         return output
 
-    (reading,) = observed(forward, in_call=True).readings
-    assert reading.followed.made_by == "audit_test.attention in layer"
-    assert reading.followed.is_product
-    assert 7.0 not in reading.followed.clean
+    ((followed, _),) = observed(forward, in_call=True).readings
+    assert followed.made_by == "audit_test.attention in layer"
+    assert followed.is_product
+    assert 7.0 not in followed.clean
 
 
 @pytest.mark.parametrize(
@@ -138,3 +136,19 @@ def test_a_launch_of_a_triton_kernel_is_an_escape_unless_it_is_our_own(monkeypat
     assert list(observed(forward).escapes) == escapes
     assert observed(forward, in_call=True).escapes == {}
     assert JITFunction.run is run
+
+
+def test_what_a_part_that_is_passed_over_may_read_counts_as_read():
+    """So an error before it is compared; nothing inside is observed."""
+    observer, module = EngineObserver(np.random.default_rng(0)), nn.Linear(4, 4, bias=False)
+    with torch.inference_mode():
+        observer.enter(Part(0, None, module, "model", refuses_products=True))
+        read = torch.ones(3, 4) @ torch.ones(4, 4)
+        observer.pause()
+        assert not observer.is_on
+        module(read.add_(1))
+        observer.go_on()
+        observer.leave(None)
+    ((followed, used),) = observer.readings
+    assert (followed.clean.tolist(), used.tolist()) == ([4.0] * 12, [4.0] * 12)
+    assert observer.escapes == {"aten.mm in model, outside the decoder layers": 1}

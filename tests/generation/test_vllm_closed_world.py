@@ -10,9 +10,9 @@ from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.noisy_passes import PassNoise, TransformersPasses, pass_receipt
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model
 from aqnpipe.models.tokenizer import build_tokenizer
-from aqnpipe.noise.injection.phase_state import NoiseKey
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 

@@ -13,13 +13,13 @@ from aqnpipe.generation.rollout_engines import Rollout, TransformersRolloutEngin
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.generation.vllm.sealed_memory import Sealed, SealedMemory
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256, rms_norms
 from aqnpipe.models.loading import load_model
 from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.faults import ActiveFaults
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
@@ -201,17 +201,19 @@ def test_noise_shows_in_the_log_probabilities(rollouts, policy):
 def test_aqn_on_hidden_states_has_its_size_in_every_layer_and_combines_with_faults(rollouts, policy):
     """As with transformers: sigma per layer, no noise for factor 0, and a fault on the same sum."""
     requested = AQN.model_copy(update={"targets": "hidden_states"})
-    factors = target_factors(policy, requested, {0: 1.0, 1: 0.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0})
+    layer_factors = {0: 1.0, 1: 0.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0}
+    factors = target_factors(policy, requested, layer_factors)
     fault = Fault(type="saturation", layer=2, magnitude=0.5, order="around_noise")
     spec = NoiseSpec(aqn=requested, faults=(fault,))
     drawn = []
     for rollout_engine in (rollouts, TransformersRolloutEngine(TOKENIZER)):
-        recorded = recorder(policy, spec, num_steps=10, num_epochs=1)
+        recorded = recorder(policy, spec, num_steps=10, num_epochs=1, layer_factors=layer_factors)
         completions = rollout_engine.roll_out(policy, recorded, rollout(policy, spec, sigma=0.05, factors=factors))
         state = recorded.state()
         assert recorded.receipt().fault_cells[0].affected_elements > 0
         drawn.append((state, completions))
     for state, completions in drawn:
+        assert [record.audit.contradictions for record in state.phases] == [{}]
         (sync,) = state.weight_syncs
         assert abs(sync.squared_error_ratio - 1) < 5 * (2 / sync.elements) ** 0.5
         assert sync.clean_sha256_before == sync.clean_sha256_after == norms_sha256(policy)

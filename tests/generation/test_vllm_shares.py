@@ -245,7 +245,7 @@ def fewer_cells(number):
     [
         ({"keys": [("evaluation", 4, 0, 0, 0)]}, "worker 1 of 2: the noise has other keys than on worker 0"),
         (fewer_cells(1), "evaluation linear.o_proj layer 0: 0 noised calls, worker 0 had 2"),
-        (fewer_cells(2), "worker 1 of 2: evaluation: no scaled_dot_product_attention was noised in layers"),
+        (fewer_cells(2), "worker 1 of 2: evaluation: no attention was noised in layers"),
         ({"cells": []}, "worker 1 of 2: evaluation: noise was requested but never reached layers"),
         ({"phases": [PhaseSums("evaluation", forwards=3)]}, "evaluation: 3 forward passes, worker 0 had 2"),
         (

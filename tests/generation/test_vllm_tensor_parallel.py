@@ -19,8 +19,8 @@ from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise, pass_receipt
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.generation.vllm.sealed_memory import Sealed
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.tokenizer import build_tokenizer
-from aqnpipe.noise.injection.phase_state import NoiseKey
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 

@@ -3,9 +3,10 @@ import torch
 
 from aqnpipe.config.noise import AdaptiveNoise, LayerSigmas, LinearDecay, NoiseSpec
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import layer_of, rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 AQN = AdaptiveNoise(schedule=LinearDecay(sigma_start=0.05, sigma_end=0.05))

@@ -14,7 +14,8 @@ from random_models import (
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ModelError
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.measure_arm import measure_arm
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
@@ -33,8 +34,8 @@ def test_every_matrix_product_and_every_norm_gets_its_noise(architecture):
     model = random_model_of(architecture, num_layers=NUM_LAYERS)
     receipt = measure_arm(model, NOISE_AND_AQN, prompt_tokens=16).check()
     calls = {(cell.operator, cell.layer): cell.calls for cell in receipt.cells if cell.phase == "actor_forward"}
-    per_layer = {(name, layer): calls for layer in range(NUM_LAYERS) for name, calls in (("linear", 7), ("matmul", 2))}
-    assert calls == {**per_layer, ("linear", None): 1}
+    per_layer = {(name, layer): calls for layer in range(NUM_LAYERS) for name, calls in (("mm", 7), ("bmm", 2))}
+    assert calls == {**per_layer, ("mm", None): 1}
     assert receipt.weight_syncs[0].targets == NORMS_PER_LAYER[architecture] * NUM_LAYERS + 1
 
 
@@ -55,64 +56,47 @@ def test_a_simulated_fault_changes_its_layer(architecture):
     assert cell.affected_elements > 0
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek_v3"])
-def test_noise_reaches_every_product_of_a_mixture_of_experts(architecture):
-    model = random_mixture_of(architecture)
-    receipt = measure_arm(model, OPERATOR_NOISE, prompt_tokens=16).check()
+def check_every_product_has_noise(model, operators=("mm", "bmm"), **sizes):
+    """Run all phases of a training step: every product must have noise, whatever the model is made of."""
+    receipt = measure_arm(model, OPERATOR_NOISE, **{"prompt_tokens": 16, **sizes}).check()
     shares = {record.phase: record.noised_share for record in receipt.phases if record.noised_calls}
     assert shares == {"rollout": 1.0, "reference": 1.0, "actor_forward": 1.0, "backward": None}
-    assert {cell.operator for cell in receipt.cells if cell.phase == "actor_forward"} >= {
-        "linear",
-        "matmul",
-        "grouped_mm",
-    }
+    for phase in ("actor_forward", "backward"):
+        assert {cell.operator for cell in receipt.cells if cell.phase == phase} >= set(operators)
+    return receipt
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "deepseek_v3"])
+def test_noise_reaches_every_product_of_a_mixture_of_experts(architecture):
+    check_every_product_has_noise(random_mixture_of(architecture), ("mm", "bmm", "_grouped_mm"))
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_noise_reaches_every_expert_whatever_computes_them(implementation):
+    model = random_mixture_of("mixtral")
+    model.set_experts_implementation(implementation)
+    grouped = ("_grouped_mm",) if implementation == "grouped_mm" else ()
+    receipt = check_every_product_has_noise(model, ("mm", "bmm", *grouped))
+    # Gate, up and down projections of two experts per token: 4 sequences of 16 tokens, 2 layers.
+    rollout = next(record for record in receipt.phases if record.phase == "rollout")
+    assert rollout.noised_flops > 2 * (3 * 32 * 48) * 2 * 2 * 4 * 16
 
 
 @pytest.mark.parametrize("architecture", LAYER_NORM_ARCHITECTURES)
 def test_an_arm_without_aqn_needs_no_rms_norm(architecture):
-    model = random_layer_norm_model_of(architecture)
-    receipt = measure_arm(model, OPERATOR_NOISE, prompt_tokens=16).check()
-    shares = {record.phase: record.noised_share for record in receipt.phases if record.noised_calls}
-    assert shares == {"rollout": 1.0, "reference": 1.0, "actor_forward": 1.0, "backward": None}
+    check_every_product_has_noise(random_layer_norm_model_of(architecture))
 
 
-@pytest.mark.parametrize("family", ["gptj", "codegen", "gpt_oss", "llama4_text", "dbrx", "diffllama", "longcat_flash"])
+# JetMoE calls `F.linear` for every expert, also on no rows. The last three multiply outside of their layers.
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gptj", "codegen", "gpt_oss", "llama4_text", "dbrx", "diffllama", "longcat_flash", "falcon"),
+        *("falcon with ALiBi", "jetmoe", "gemma3n_text", "gemma4_text", "modernbert-decoder"),
+    ],
+)
 def test_other_ways_to_write_attention_and_experts_are_reached(family):
-    receipt = measure_arm(tiny_model_of(family), OPERATOR_NOISE, batch=2, prompt_tokens=8).check()
-    shares = {record.phase: record.noised_share for record in receipt.phases if record.noised_calls}
-    assert shares == {"rollout": 1.0, "reference": 1.0, "actor_forward": 1.0, "backward": None}
-
-
-def test_matrices_outside_the_layers_are_refused_by_name_unless_the_arm_names_its_layers():
-    with pytest.raises(ModelError, match=r"does not reach model\.per_layer_model_projection\.weight.*name the noised"):
-        measure_arm(tiny_model_of("gemma4_text"), OPERATOR_NOISE, prompt_tokens=8)
-    noise = OPERATOR_NOISE.operator_noise.model_copy(update={"layers": (0, 1)})
-    measure_arm(tiny_model_of("gemma4_text"), OPERATOR_NOISE.model_copy(update={"operator_noise": noise})).check()
-
-
-@pytest.mark.parametrize("family", ["falcon", "falcon with ALiBi"])
-def test_linear_modules_written_as_matmul_are_accepted(family):
-    """Every product of Falcon has noise: `FalconLinear` computes `input @ weight.T`. Only the list of kinds objects."""
-    receipt = measure_arm(tiny_model_of(family), OPERATOR_NOISE, batch=2, prompt_tokens=8)
-    assert {record.noised_share for record in receipt.phases if record.noised_calls} == {1.0, None}
-    receipt.check()
-
-
-@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "modernbert-decoder"])
-def test_a_share_below_the_requested_one_is_refused_in_every_phase(family):
-    model = tiny_model_of(family)
-    spec = NoiseSpec(operator_noise=OPERATOR_NOISE.operator_noise)
-    recorder = ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=2, num_norms=0)
-    with torch.no_grad(), phase_noise(model, spec, "rollout", NoiseKey(seed=0, step=0), recorder):
-        model(input_ids=torch.arange(3, 15).reshape(2, 6))
-    (record,) = recorder.receipt().phases
-    assert record.noised_share < 1
-    assert any("outside the decoder layers" in problem for problem in recorder.receipt().problems())
-
-
-def test_experts_without_a_token_are_accepted():
-    """JetMoE calls `F.linear` for every expert, also on no rows: there is nothing to noise and nothing to verify."""
-    measure_arm(tiny_model_of("jetmoe"), OPERATOR_NOISE, batch=2, prompt_tokens=12).check()
+    check_every_product_has_noise(tiny_model_of(family), batch=2, prompt_tokens=12)
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "arcee"])
@@ -127,30 +111,3 @@ def test_other_activations_under_all_operators_are_refused_with_what_to_do(famil
 def test_aqn_on_a_model_without_rms_norm_is_refused_in_one_line():
     with pytest.raises(ModelError, match="no RMSNorm matches"):
         measure_arm(random_layer_norm_model_of("gpt_neox"), NOISE_AND_AQN, prompt_tokens=16)
-
-
-def test_a_sum_with_a_product_gets_its_noise_on_the_product_alone():
-    """addmm(b, x, w, beta, alpha) with an exact product of 0: the sum that is added carries no noise."""
-    model = random_layer_norm_model_of("gpt2")
-    spec = NoiseSpec(operator_noise=OPERATOR_NOISE.operator_noise)
-    recorder = ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=NUM_LAYERS, num_norms=0)
-    seen = {}
-
-    class Probe(torch.nn.Module):
-        def forward(self, x):
-            added, zeros = torch.full((4, 5), 3.0), torch.zeros(4, 6)
-            seen["sum"] = torch.addmm(added, zeros, torch.ones(6, 5), beta=2, alpha=7)
-            seen["named"] = torch.baddbmm(added[None], batch1=zeros[None], batch2=torch.ones(1, 6, 5), beta=0.5)
-            seen["product"] = torch.addmm(added, torch.ones(4, 6), torch.ones(6, 5), alpha=10)
-            return x
-
-    model.transformer.h[0].attn.register_module("probe", Probe())
-    attention = model.transformer.h[0].attn
-    forward = attention.forward
-    attention.forward = lambda *args, **kwargs: (attention.probe(args[0]), forward(*args, **kwargs))[1]
-    with torch.no_grad(), phase_noise(model, spec, "rollout", NoiseKey(seed=0, step=0), recorder):
-        model(input_ids=torch.arange(12).reshape(2, 6))
-    assert torch.equal(seen["sum"], torch.full((4, 5), 6.0))
-    assert torch.equal(seen["named"], torch.full((1, 4, 5), 1.5))
-    relative = (seen["product"] - 3) / 60 - 1
-    assert 0.02 < relative.std() < 0.1

@@ -9,10 +9,8 @@ import aqnpipe
 from aqnpipe.config.measured_noise import ErrorFigures, LayerErrors, MeasuredError, OperatorError
 from aqnpipe.config.noise import OperatorNoise
 from aqnpipe.errors import ConfigError, ModelError
+from aqnpipe.machine import machine
 from aqnpipe.models.layout import decoder_layers
-from aqnpipe.noise.injection import operator_errors, phase_state
-from aqnpipe.noise.injection.measured_operators import MeasuredOperators
-from aqnpipe.noise.injection.operator_errors import OperatorErrors
 from aqnpipe.noise.receipts.receipt import Receipt
 
 
@@ -41,7 +39,7 @@ def test_only_the_layers_asked_for_have_it(model, ids):
 def test_an_operator_without_a_measured_error_is_not_changed(model, ids):
     nothing = {f"layers.{layer}.o_proj": ErrorFigures() for layer in range(len(decoder_layers(model)))}
     receipt = run(model, ids, measured(model, **nothing)).check()
-    assert {cell.requested for cell in receipt.content.cells if cell.operator == "linear.o_proj"} == {0.0}
+    assert {cell.requested for cell in receipt.content.cells if cell.operator == "mm.o_proj"} == {0.0}
 
 
 def test_a_copy_with_another_multiple_has_that_multiple(model, ids):
@@ -54,7 +52,8 @@ def test_a_copy_with_another_multiple_has_that_multiple(model, ids):
 
 def test_training_has_it_in_the_forward_pass_and_exact_gradients(model, ids):
     from aqnpipe.config.noise import NoiseSpec
-    from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+    from aqnpipe.machine.machine import NoiseKey
+    from aqnpipe.noise.injection.phase import phase_noise
     from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
     noise = OperatorNoise(error=measured(model, 4), phases=("actor_forward",))
@@ -62,9 +61,8 @@ def test_training_has_it_in_the_forward_pass_and_exact_gradients(model, ids):
     recorder = ReceiptRecorder(
         spec, expected_phases=("actor_forward",), num_layers=len(decoder_layers(model)), num_norms=0, seed=0
     )
-    with phase_noise(model, spec, "actor_forward", NoiseKey(seed=0, step=0), recorder):
-        loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
+    with phase_noise(model, spec, "actor_forward", NoiseKey(seed=0, step=0), recorder, backward=True):
+        model(input_ids=ids, labels=ids).loss.backward()
     recorder.receipt().check()
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.zero_grad()
@@ -93,97 +91,77 @@ def problems_of(model, ids, error):
 
 
 def change_applied(monkeypatch, change):
-    """Put another error on tensors than the injection claims."""
-    original = phase_state.apply_error_
-
-    def apply(tensor, error, source, input_rms=None):
-        return original(tensor, change(error), source, input_rms)
-
-    monkeypatch.setattr(phase_state, "apply_error_", apply)
+    """Put another error on tensors than the machine claims."""
+    apply = machine.apply_error_
+    monkeypatch.setattr(machine, "apply_error_", lambda values, *others: apply(values, *change(*others)))
 
 
-def test_noise_that_is_not_added_is_refused(model, ids, monkeypatch):
-    monkeypatch.setattr(phase_state, "apply_error_", lambda tensor, *_: tensor)
-    found = problems_of(model, ids, measured(model))
-    assert "the values used have no noise" in found
-
-
-@pytest.mark.parametrize("factor", [0.5, 0.99, 1.01, 4])
+@pytest.mark.parametrize("factor", [0, 0.5, 0.99, 1.01, 4])
 def test_another_multiple_is_refused(model, ids, monkeypatch, factor):
-    change_applied(monkeypatch, lambda error: error.model_copy(update={"multiple": factor * error.multiple}))
-    assert "not those of the requested noise (measured)" in problems_of(model, ids, measured(model))
+    def change(error, *others):
+        return error.model_copy(update={"multiple": factor * error.multiple}), *others
+
+    change_applied(monkeypatch, change)
+    assert "recomputed values are not the requested ones" in problems_of(model, ids, measured(model))
 
 
 @pytest.mark.parametrize("figure", list(ErrorFigures.model_fields))
 def test_each_figure_is_checked(model, ids, monkeypatch, figure):
-    def without(error):
-        return error.model_copy(update={"figures": error.figures.model_copy(update={figure: 0.0})})
+    def change(error, *others):
+        return error.model_copy(update={"figures": error.figures.model_copy(update={figure: 0.0})}), *others
 
-    change_applied(monkeypatch, without)
-    assert "not those of the requested noise" in problems_of(model, ids, measured(model))
+    change_applied(monkeypatch, change)
+    assert "recomputed values are not the requested ones" in problems_of(model, ids, measured(model))
+
+
+def test_numbers_of_another_key_are_refused(model, ids, monkeypatch):
+    change_applied(monkeypatch, lambda error, source, *others: (error, source._replace(call=9), *others))
+    assert "recomputed values are not the requested ones" in problems_of(model, ids, measured(model))
+
+
+def test_a_wrong_size_of_the_input_is_refused(model, ids, monkeypatch):
+    monkeypatch.setattr(machine, "root_mean_squares", lambda inputs: torch.ones(*inputs.shape[:-1], 1))
+    assert "mm.q_proj in model.layers.0 (float32): " in problems_of(model, ids, measured(model))
 
 
 def test_the_figures_of_another_layer_are_refused(model, ids, monkeypatch):
     error = measured(model)
-    other = error.in_layer(1)
-    injected = phase_state.PhaseState.put_error
-
-    def put(self, phase, operator, layer, own, *args, **kwargs):
-        own = other.operators[operator.rpartition(".")[2]] if layer == 0 else own
-        return injected(self, phase, operator, layer, own, *args, **kwargs)
-
-    monkeypatch.setattr(phase_state.PhaseState, "put_error", put)
+    error_at = machine.Request.error_at
+    monkeypatch.setattr(
+        machine.Request, "error_at", lambda self, part: error.in_layer(1) if part == 0 else error_at(self, part)
+    )
     found = problems_of(model, ids, error)
-    assert "linear.q_proj layer 0: noised with OperatorError" in found
+    assert "mm.q_proj in model.layers.0 (float32): " in found
+    assert "model.layers.1" not in found
 
 
-def test_the_figures_of_another_operator_are_refused(model, ids, monkeypatch):
-    swapped = {"q_proj": "o_proj", "o_proj": "q_proj"}
-    name_of = MeasuredOperators.name_of
+@pytest.mark.parametrize(
+    ("one", "other", "operator"), [("q_proj", "o_proj", "mm"), ("scores", "attention", "bmm")], ids=["linear", "eager"]
+)
+def test_the_figures_of_another_operator_are_refused(make_model, ids, monkeypatch, one, other, operator):
+    model, measured_name = make_model(attn_implementation="eager"), machine.measured_name
 
-    def wrong(self, *args):
-        name = name_of(self, *args)
-        return swapped.get(name, name)
+    def swapped(called, errors, places, here):
+        name, error = measured_name(called, errors, places, here)
+        found = {one: other, other: one}.get(name.partition(".")[2])
+        return (f"{called}.{found}", errors.operators[found]) if found else (name, error)
 
-    monkeypatch.setattr(MeasuredOperators, "name_of", wrong)
-    assert "linear.o_proj layer 0: put on the result of q_proj" in problems_of(model, ids, measured(model))
-
-
-def test_the_error_of_attention_on_the_scores_is_refused(make_model, ids, monkeypatch):
-    model = make_model(attn_implementation="eager")
-    name_of = MeasuredOperators.name_of
-    swapped = {"scores": "attention", "attention": "scores"}
-    monkeypatch.setattr(MeasuredOperators, "name_of", lambda *args: swapped.get(found := name_of(*args), found))
-    assert "matmul.attention layer 0: put on the result of scores" in problems_of(model, ids, measured(model))
-
-
-def test_a_wrong_size_of_the_input_is_refused(model, ids, monkeypatch):
-    monkeypatch.setattr(operator_errors, "root_mean_squares", lambda inputs: torch.ones(*inputs.shape[:-1], 1))
-    assert "not those of the requested noise" in problems_of(model, ids, measured(model))
+    monkeypatch.setattr(machine, "measured_name", swapped)
+    found = problems_of(model, ids, measured(model))
+    assert f"{operator}.{other} in model.layers.0 (float32): " in found
+    assert "gate_proj" not in found
 
 
 def test_an_operator_left_out_is_refused(model, ids, monkeypatch):
-    measured_call = OperatorErrors._measured_call
+    on_result = machine.Machine._on_result
 
-    def skip(self, function, operator, errors, args, kwargs):
-        if MeasuredOperators(self._state).name_of(operator, args, kwargs) == "up_proj":
-            return function(*args, **kwargs)
-        self._state.place.other_products -= operator != "linear"
-        return measured_call(self, function, operator, errors, args, kwargs)
+    def skip(self, operator, result, *others):
+        is_skipped = self.places.local.names[-1:] == ["up_proj"]
+        return result if is_skipped else on_result(self, operator, result, *others)
 
-    monkeypatch.setattr(OperatorErrors, "_measured_call", skip)
+    monkeypatch.setattr(machine.Machine, "_on_result", skip)
     found = problems_of(model, ids, measured(model))
     assert "the measured error of up_proj was put on nothing in layer 0" in found
-
-
-def test_numbers_of_another_key_are_refused(model, ids, monkeypatch):
-    original = phase_state.apply_error_
-    monkeypatch.setattr(
-        phase_state,
-        "apply_error_",
-        lambda tensor, error, source, rows: original(tensor, error, source._replace(call=9), rows),
-    )
-    assert "not those of the requested noise" in problems_of(model, ids, measured(model))
 
 
 def test_an_edited_receipt_is_refused(model, ids):
@@ -231,7 +209,7 @@ def test_an_operator_that_the_parity_lacks_is_refused(model, ids):
     figures = figures_of(model)
     del figures["layers.0.gate_proj"]
     error = MeasuredError(source="machine.json", figures=figures)
-    with pytest.raises(ModelError, match="layer 0: the parity of the measured error has no operator gate_proj"):
+    with pytest.raises(ModelError, match="part 0: the parity of the measured error has no operator gate_proj"):
         run(model, ids, error)
 
 

@@ -6,19 +6,20 @@ import pytest
 import torch
 from measured_figures import NORMS, PRODUCTS, figures_of, measured
 from noisy_passes import run
+from on_modules import on_modules
 from random_models import ARCHITECTURES, random_layer_norm_model_of, random_model_of
 
 import aqnpipe
 from aqnpipe.artifacts.parities import is_product
-from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError, OperatorError, is_norm
+from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError, is_norm
 from aqnpipe.config.noise import AdaptiveNoise, LinearDecay, ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ModelError
+from aqnpipe.machine import machine
+from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.machine.norms import NormKernels
 from aqnpipe.models.layout import decoder_layers, norms_outside_layers
 from aqnpipe.noise.aqn import noised_rollout, target_factors
-from aqnpipe.noise.audit.phase_audit import audited_backward
-from aqnpipe.noise.injection import phase_state
-from aqnpipe.noise.injection.operator_errors import OperatorErrors
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.parity.mapping import ModelMap
 
@@ -86,9 +87,7 @@ def trained(model, ids, error):
         spec, expected_phases=("actor_forward",), num_layers=len(decoder_layers(model)), num_norms=0, seed=0
     )
     with phase_noise(model, spec, "actor_forward", NoiseKey(seed=0, step=0), recorder, backward=True):
-        loss = model(input_ids=ids, labels=ids).loss
-    with audited_backward(model, recorder):
-        loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
     recorder.count_forward("backward")
     return recorder
 
@@ -131,40 +130,50 @@ def problems_of(model, ids, error=None):
 
 
 def change_norms(monkeypatch, change):
-    """Replace the hook behind norms by change(original, self, name, module, args, output)."""
-    original = OperatorErrors.after_measured_norm
-    monkeypatch.setattr(OperatorErrors, "after_measured_norm", lambda *found: change(original, *found))
+    """Replace the hook behind norms by change(original, self, module, args, output)."""
+    original = NormKernels._after
+    monkeypatch.setattr(NormKernels, "_after", lambda *call: change(original, *call))
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("input_layernorm", "in layer 0"), ("norm", "outside the layers"), ("q_norm", None)]
+    ("name", "place", "nothing"),
+    [("input_layernorm", "model.layers.0", "in layer 0"), ("norm", "no layer", "outside the layers")],
 )
-def test_a_norm_left_out_is_refused(model, ids, monkeypatch, name, place):
-    def left_out(original, self, found, *call):
-        if found != name:
-            original(self, found, *call)
+def test_a_norm_left_out_is_refused(model, ids, monkeypatch, name, place, nothing):
+    chosen = {module for path, module in model.named_modules() if path.rpartition(".")[2] == name}
+
+    def left_out(original, self, module, args, output):
+        return output if module in chosen else original(self, module, args, output)
 
     change_norms(monkeypatch, left_out)
     problems = problems_of(model, ids)
-    if place is None:
-        assert not problems
-    else:
-        assert ("norm model.norm: " if name == "norm" else f"norm {name} of model") in problems
-        assert "no measured error was put on its result" in problems
-        assert f"the measured error of {name} was put on nothing {place}" in problems
+    assert f"calls of a norm in {place} escaped" in problems
+    assert f"the measured error of {name} was put on nothing {nothing}" in problems
 
 
 def test_a_norm_left_out_in_one_layer_and_pass_is_refused(model, ids, monkeypatch):
-    """Its cell has other calls, so only the values show it."""
+    """Its cell has other calls, so only the audit shows it."""
+    calls = []
 
-    def left_out(original, self, found, module, *call):
-        if module is not model.model.layers[2].input_layernorm or self._state.forward_index:
-            original(self, found, module, *call)
+    def left_out(original, self, module, args, output):
+        is_chosen = module is model.model.layers[2].input_layernorm
+        calls.extend([1] * is_chosen)
+        return output if is_chosen and len(calls) == 1 else original(self, module, args, output)
 
     change_norms(monkeypatch, left_out)
     problems = problems_of(model, ids)
-    assert "norm input_layernorm of model.layers.2: no measured error was put on its result" in problems
+    assert "1 calls of a norm in model.layers.2 escaped" in problems
     assert "put on nothing" not in problems
+
+
+def test_norms_without_the_error_in_later_passes_are_refused(model, ids, monkeypatch):
+    """Most of those passes are not audited."""
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    change_norms(monkeypatch, lambda original, *call: call[-1] if len(passes) > 3 else original(*call))
+    with on_modules(model, error=measured(model)) as receipt, torch.no_grad():
+        model.generate(ids, max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=0)
+    assert "calls of a norm in model.layers." in " ".join(receipt.problems())
 
 
 class Bypass(torch.nn.Module):
@@ -179,26 +188,13 @@ class Bypass(torch.nn.Module):
         return self._call[states.shape[1] == 1](states)
 
 
-@pytest.mark.parametrize("name", ["post_attention_layernorm", "norm"])
-def test_a_norm_that_is_not_called_in_one_kind_of_pass_is_refused(model, ids, name):
-    owner = model.model if name == "norm" else model.model.layers[1]
-    error = measured(model)
+@pytest.mark.parametrize(
+    ("name", "where"), [("post_attention_layernorm", "model.layers.1"), ("norm", "no layer")], ids=["layer", "last"]
+)
+def test_a_norm_that_is_not_called_in_one_kind_of_pass_is_refused(model, ids, name, where):
+    owner, error = model.model if name == "norm" else model.model.layers[1], measured(model)
     setattr(owner, name, Bypass(name, getattr(owner, name)))
-    found = "norm model.norm.norm: it" if name == "norm" else f"norm {name} of model.layers.1: it"
-    assert f"{found} was never called" in problems_of(model, ids, error)
-
-
-def test_norms_without_the_error_in_later_passes_are_named(model, ids, monkeypatch):
-    """Attention then runs as a copy, in passes of which most are not audited."""
-
-    def left_out(original, self, *call):
-        if self._state.forward_index < 3:
-            original(self, *call)
-
-    change_norms(monkeypatch, left_out)
-    problems = problems_of(model, ids)
-    assert "calls of norms escaped the noise" in problems
-    assert "matmul escaped" not in problems
+    assert f"a norm in {where} was never called" in problems_of(model, ids, error)
 
 
 def test_norms_without_a_weight_are_refused(model, ids):
@@ -212,13 +208,6 @@ def test_norms_without_a_weight_are_refused(model, ids):
 def test_a_norm_shared_by_two_layers_has_the_error_of_each(model, ids):
     first, second = model.model.layers[:2]
     second.post_attention_layernorm = first.post_attention_layernorm
-    run(model, ids, measured(model)).check()
-
-
-def test_the_last_norm_may_be_called_twice_and_within_a_layer(model, ids):
-    """Its calls have different random numbers, and the layer goes on with its own."""
-    norm, mlp = model.model.norm, model.model.layers[1].mlp
-    mlp.register_forward_pre_hook(lambda module, args: (norm(args[0]),))
     run(model, ids, measured(model)).check()
 
 
@@ -258,106 +247,101 @@ def test_a_norm_left_out_in_a_recomputation_is_refused(make_model, ids, monkeypa
     model = make_model().train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def left_out(original, self, *call):
-        if not self._state.recomputing:
-            original(self, *call)
+    def left_out(original, self, module, args, output):
+        is_again = torch._C._current_autograd_node() is not None
+        return output if is_again else original(self, module, args, output)
 
     change_norms(monkeypatch, left_out)
     problems = " ".join(trained(model, ids, measured(model)).receipt().problems())
-    assert "no measured error was put on its result" in problems
+    assert "calls of a norm in model.layers." in problems
 
 
-def test_noise_put_twice_on_a_norm_is_refused(model, ids, monkeypatch):
-    def twice(original, *call):
-        original(*call)
-        original(*call)
-
-    change_norms(monkeypatch, twice)
-    assert "norm.input_layernorm layer 0: noised more than once" in problems_of(model, ids)
+def _twice(original, self, module, args, output):
+    return original(self, module, args, original(self, module, args, output))
 
 
-def test_the_error_of_another_norm_is_refused(model, ids, monkeypatch):
-    swapped = dict(zip(NORMS, reversed(NORMS), strict=True))
-    change_norms(monkeypatch, lambda original, self, name, *call: original(self, swapped.get(name, name), *call))
-    assert "norm.input_layernorm layer 0: put on the result of post_attention_layernorm" in problems_of(model, ids)
+def _on_the_input(original, self, module, args, output):
+    return original(self, module, args, args[0])
 
 
-def test_the_error_of_the_norm_of_another_layer_is_refused(model, ids, monkeypatch):
-    error = measured(model)
-    found = OperatorErrors._measured_error
-
-    def wrong(self, errors, name):
-        is_norm_of_first = self._state.place.layer == 0 and name in NORMS
-        return found(self, error.in_layer(1) if is_norm_of_first else errors, name)
-
-    monkeypatch.setattr(OperatorErrors, "_measured_error", wrong)
-    assert "norm.input_layernorm layer 0: noised with OperatorError" in problems_of(model, ids, error)
+def _on_a_copy(original, self, module, args, output):
+    original(self, module, args, output)
+    return output
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.99, 4])
-def test_another_multiple_on_norms_is_refused(model, ids, monkeypatch, factor):
-    error = measured(model)
-    of_norms = [figures for name, figures in error.figures.items() if "norm" in name]
-    original = phase_state.apply_error_
-
-    def apply(tensor, one, source, input_rms=None):
-        if isinstance(one, OperatorError) and one.figures in of_norms:
-            one = one.model_copy(update={"multiple": factor * one.multiple})
-        return original(tensor, one, source, input_rms)
-
-    monkeypatch.setattr(phase_state, "apply_error_", apply)
-    problems = problems_of(model, ids, error)
-    assert "norm.input_layernorm layer 0: " in problems
-    assert "not those of the requested noise (measured)" in problems
-    assert "linear." not in problems
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
-    ("error", "operators", "found"),
+    ("change", "words"),
     [
-        ("measured", ("norm.",), "norm.input_layernorm layer 0"),
-        ("measured", ("matmul.attention", "scaled_dot_product_attention.attention"), "attention layer 0"),
-        ("relative", ("matmul", "scaled_dot_product_attention"), " layer 0"),
+        (_twice, "a norm in model.layers.0 has its error 2 times"),
+        (_on_the_input, "a norm in model.layers.0 has an error that is not on its result"),
+        (
+            _on_a_copy,
+            "a norm in model.layers.0 has an error that is not on its result, or that the program does not use",
+        ),
     ],
 )
-def test_noise_on_one_of_two_rows_is_refused(make_model, ids, monkeypatch, attention, error, operators, found):
-    model = make_model(attn_implementation=attention)
-    put_error = phase_state.PhaseState.put_error
-
-    def on_first_row(self, phase, operator, layer, error, source, tensor, **settings):
-        partial = tensor[:1] if operator.startswith(operators) else tensor
-        return put_error(self, phase, operator, layer, error, source, partial, **settings)
-
-    monkeypatch.setattr(phase_state.PhaseState, "put_error", on_first_row)
-    problems = problems_of(model, ids, measured(model) if error == "measured" else RelativeGaussian(scale=0.05))
-    assert f"{found}: noised in part, 32 of 64 sampled values have no noise" in problems
-
-
-def test_noise_on_a_copy_that_nothing_reads_is_refused(model, ids, monkeypatch):
-    def copied(original, self, name, module, args, output):
-        original(self, name, module, args, output.clone())
-
-    change_norms(monkeypatch, copied)
-    assert "no measured error was put on its result" in problems_of(model, ids)
-
-
-def test_noise_on_the_input_of_a_norm_is_refused(model, ids, monkeypatch):
-    def on_input(original, self, name, module, args, output):
-        original(self, name, module, args, args[0])
-
-    change_norms(monkeypatch, on_input)
-    assert "no measured error was put on its result" in problems_of(model, ids)
+def test_an_error_that_is_not_that_of_the_norm_is_refused(model, ids, monkeypatch, change, words):
+    change_norms(monkeypatch, change)
+    assert words in problems_of(model, ids)
 
 
 def test_a_hook_that_takes_the_noise_off_again_is_refused(model, ids):
     norm = model.model.layers[1].input_layernorm
-    with aqnpipe.noisy(model, error=measured(model)) as receipt, torch.no_grad():
+    with on_modules(model, error=measured(model)) as receipt, torch.no_grad():
         clean = type(norm).forward
-        handle = norm.register_forward_hook(lambda module, args, output: clean(module, args[0]))
+        norm.register_forward_hook(lambda module, args, output: clean(module, args[0]))
         model(input_ids=ids)
-        handle.remove()
-    assert "the noised values were never used" in " ".join(receipt.problems())
+    assert "a norm in model.layers.1 has an error that is not on its result" in " ".join(receipt.problems())
+
+
+def test_the_error_of_another_norm_is_refused(model, ids, monkeypatch):
+    swapped, measured_name = dict(zip(NORMS, reversed(NORMS), strict=True)), machine.measured_name
+
+    def wrong(called, errors, places, here):
+        name, error = measured_name(called, errors, places, here)
+        found = swapped.get(name.partition(".")[2])
+        return (f"norm.{found}", errors.operators[found]) if found else (name, error)
+
+    monkeypatch.setattr(machine, "measured_name", wrong)
+    assert "norm.post_attention_layernorm in model.layers.0 (float32): " in problems_of(model, ids)
+
+
+@pytest.mark.parametrize("wrong", ["another layer", 0.5, 0.99, 4])
+def test_another_error_on_norms_is_refused(model, ids, monkeypatch, wrong):
+    error = measured(model)
+    of_norms = {figures: name for name, figures in error.figures.items() if "norm" in name}
+    apply = machine.apply_error_
+
+    def other(values, one, *others):
+        if one.figures in of_norms and wrong == "another layer":
+            one = one.model_copy(
+                update={"figures": error.figures[of_norms[one.figures].replace("layers.0", "layers.1")]}
+            )
+        elif one.figures in of_norms:
+            one = one.model_copy(update={"multiple": wrong * one.multiple})
+        return apply(values, one, *others)
+
+    monkeypatch.setattr(machine, "apply_error_", other)
+    problems = problems_of(model, ids, error)
+    assert "norm.input_layernorm in model.layers.0 (float32): " in problems
+    assert "recomputed values are not the requested ones" in problems
+    assert "mm." not in problems
+
+
+def test_noise_on_one_of_two_rows_of_a_norm_is_refused(model, ids, monkeypatch):
+    on_result = machine.Machine._on_result
+
+    def in_part(self, operator, result, *others):
+        exact = result.clone()
+        noised = on_result(self, operator, result, *others)
+        if operator == "norm":
+            noised[0] = exact[0]
+        return noised
+
+    monkeypatch.setattr(machine.Machine, "_on_result", in_part)
+    problems = problems_of(model, ids)
+    assert "norm.input_layernorm in model.layers.0 (float32): " in problems
+    assert "mm." not in problems
 
 
 def test_a_norm_that_the_parity_lacks_is_refused(model, ids):

@@ -7,8 +7,9 @@ import torch
 import aqnpipe
 from aqnpipe.config.noise import FakeQuantization, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ConfigError, ModelError
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 

@@ -10,8 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import aqnpipe
 from aqnpipe.config.noise import AbsoluteGaussian, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.machine.norms import NormKernels
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 GENERATION = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

@@ -11,7 +11,8 @@ import aqnpipe
 from aqnpipe.config.noise import FakeQuantization, NoiseSpec, OperatorNoise
 from aqnpipe.errors import ReceiptError
 from aqnpipe.machine import quantized
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.kernels.quantization import fake_quantize
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 

@@ -46,7 +46,7 @@ POINTS = {
     "start": "aqnpipe.training.stage.open_workspace",
     "rollout": "aqnpipe.training.trainer.NoisyGRPOTrainer._generate_single_turn",
     "decoding": "transformers.Qwen2Model.forward",
-    "log-probabilities": "aqnpipe.training.trainer.NoisyGRPOTrainer._log_probabilities",
+    "log-probabilities": "aqnpipe.training.trainer.NoisyGRPOTrainer._computed",
     "backward": "accelerate.Accelerator.backward",
     "optimiser step": "torch.optim.AdamW.step",
     "validation": "aqnpipe.training.callbacks.ValidationCallback.on_step_end",

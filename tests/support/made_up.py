@@ -159,7 +159,7 @@ def receipt(
             for phase, requested in scale.items()
             if requested
             for layer in [*range(NUM_LAYERS), None]
-            for operator in (("linear", "matmul") if layer is not None else ("linear",))
+            for operator in (("mm", "bmm") if layer is not None else ("mm",))
         ),
         weight_syncs=tuple(_sync(weight_noise, step, num_steps, draws) for step in range(num_steps))
         if weight_noise

@@ -110,14 +110,15 @@ def held_bytes(trainer) -> dict[str, int]:
 def gradients(job) -> None:
     """Write the gradients of one noised forward and backward pass, with shares or with data parallelism."""
     import torch
+    from aqnpipe.noise.audit.phase_audit import audited_backward
     from safetensors.torch import save_file
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
     from aqnpipe.config.noise import NoiseSpec
+    from aqnpipe.machine.machine import NoiseKey
     from aqnpipe.models.sharding import average_whole_gradients, gathered_weights, shard_model
-    from aqnpipe.noise.audit.phase_audit import audited_backward
-    from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+    from aqnpipe.noise.injection.phase import phase_noise
     from aqnpipe.noise.receipts.recorder import ReceiptRecorder
     from conftest import random_qwen2
 

@@ -97,7 +97,7 @@ def test_a_run_trains_adapters_under_noise_and_leaves_only_them(inputs, tmp_path
     runs = beside_its_base(tmp_path, inputs)
     folder = run(training_spec(NOISE, AQN, lora=LORA, learning_rate=1e-2), inputs, runs / "run")
     receipt = read_json(folder / "receipt.json", Receipt).check()
-    linears = {(cell.phase, cell.layer): cell.calls for cell in receipt.cells if cell.operator == "linear"}
+    linears = {(cell.phase, cell.layer): cell.calls for cell in receipt.cells if cell.operator == "mm"}
     forwards = {record.phase: record.forwards for record in receipt.phases}
     for layer in range(2):
         # Seven linears and the two matrices of each one's adapter; the reference has its adapters off.

@@ -149,13 +149,13 @@ def padded(inputs, tmp_path_factory):
 def tokens_of_forwards(patch) -> list[int]:
     """Return a list that gets the number of tokens of every forward of the trainer, with padding."""
     seen: list[int] = []
-    original = NoisyGRPOTrainer._log_probabilities
+    original = NoisyGRPOTrainer._computed
 
-    def spied(self, model, phase, input_ids, *args, **kwargs):
+    def spied(self, model, input_ids, *args, **kwargs):
         seen.append(input_ids.numel())
-        return original(self, model, phase, input_ids, *args, **kwargs)
+        return original(self, model, input_ids, *args, **kwargs)
 
-    patch.setattr(NoisyGRPOTrainer, "_log_probabilities", spied)
+    patch.setattr(NoisyGRPOTrainer, "_computed", spied)
     return seen
 
 

@@ -147,11 +147,11 @@ def test_aqn_in_the_forward_passes_of_training_is_measured(inputs, tmp_path, set
     ("change", "problem"),
     [
         # None of the noise is there.
-        (lambda sigmas: {}, "AQN: the hidden states of layer 0 have no noise"),
+        (lambda sigmas: {}, "AQN: the hidden states of layer 0: .* no noise"),
         # It has another size.
-        (lambda sigmas: {layer: 2 * sigma for layer, sigma in sigmas.items()}, "noised with .*, requested"),
+        (lambda sigmas: {layer: 2 * sigma for layer, sigma in sigmas.items()}, "error is 2.00 times the requested"),
         # It is in one layer alone.
-        (lambda sigmas: {1: sigmas[1]} if sigmas else {}, "AQN: the hidden states of layer 0 have no noise"),
+        (lambda sigmas: {1: sigmas[1]} if sigmas else {}, "AQN: the hidden states of layer 0: .* no noise"),
     ],
     ids=["missing", "twice the size", "one layer"],
 )

@@ -66,13 +66,13 @@ def test_gradient_checkpointing_computes_layers_again(inputs, tmp_path, monkeypa
 def test_mini_batches_share_a_rollout_and_its_sigma(inputs, tmp_path, monkeypatch):
     """Four steps from two rollouts; at the second step of a rollout the policy differs from the sampler."""
     seen = []
-    original = NoisyGRPOTrainer._log_probabilities
+    original = NoisyGRPOTrainer._phase
 
-    def spied(self, model, phase, *args, micro_step, **kwargs):
-        seen.append((self.state.global_step, phase, torch.is_grad_enabled(), micro_step))
-        return original(self, model, phase, *args, micro_step=micro_step, **kwargs)
+    def spied(self, model, phase, micro_step, *, backward=False):
+        seen.append((self.state.global_step, phase, backward, micro_step))
+        return original(self, model, phase, micro_step, backward=backward)
 
-    monkeypatch.setattr(NoisyGRPOTrainer, "_log_probabilities", spied)
+    monkeypatch.setattr(NoisyGRPOTrainer, "_phase", spied)
     folder = run(
         training_spec(NOISE, AQN, num_steps=4, steps_per_rollout=2, learning_rate=1e-2), inputs, tmp_path / "run"
     )

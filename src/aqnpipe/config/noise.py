@@ -239,6 +239,16 @@ class OperatorNoise(FrozenModel):
             error = error.model_copy(update={"scale": self.layer_scales[layer]})
         return error if wanted and is_active(error) else None
 
+    def errors_by_part(self, num_layers: int) -> dict[int, PlacedError]:
+        """Return the error of every part of a model that has one: layers, output projection, and what is around them.
+
+        What is around has the error of the output projection where no layers are named, and its measured norms.
+        """
+        head = self.error_in(None)
+        found = {layer: self.error_in(layer) for layer in range(num_layers)}
+        found |= {num_layers: head, num_layers + 1: head if self.layers is None or self.has_measured_norms else None}
+        return {part: error for part, error in found.items() if error is not None}
+
     def planned(self) -> Self:
         """Return this noise with the digest of the source of its error, if that is a user's own; see `OwnError`."""
         error = self.error

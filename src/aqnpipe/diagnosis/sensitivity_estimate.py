@@ -34,16 +34,11 @@ from torch.overrides import TorchFunctionMode
 
 from aqnpipe.artifacts.diagnoses import SENSITIVITY_SCALE
 from aqnpipe.config.noise import Fault, OperatorNoise, RelativeGaussian
+from aqnpipe.diagnosis.products import PRODUCT_OF_SUM, TorchFunction, escaping_functions, noised_functions
 from aqnpipe.diagnosis.scored_texts import ScoredText, summed_losses, text_batches
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers, noised_attention, output_projection
 from aqnpipe.noise.injection.faults import simulated_faults
-from aqnpipe.noise.injection.operators import (
-    PRODUCT_OF_SUM,
-    TorchFunction,
-    escaping_functions,
-    noised_functions,
-)
 
 
 def layer_noise(model: nn.Module, layer: int | None, scale: float) -> OperatorNoise:

@@ -17,9 +17,10 @@ from aqnpipe.diagnosis.sensitivity_estimate import layer_noise
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.noise.injection.faults import ActiveFaults
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 _QUESTIONS_PER_BATCH = 125

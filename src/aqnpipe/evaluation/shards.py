@@ -19,7 +19,7 @@ from aqnpipe.evaluation.audit.facts import BatchFacts
 from aqnpipe.evaluation.audit.recording import BatchPlace, observed
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import NoisyGenerator, PassMeasurements, PassNoise, pass_receipt
-from aqnpipe.noise.injection.phase import NoiseKey
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.seeding import derive_seed
 

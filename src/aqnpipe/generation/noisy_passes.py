@@ -10,10 +10,10 @@ from aqnpipe.config.noise import NoiseSpec, Phase
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, norms_sha256, num_rms_norms
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.merge import WorkerMeasurements, merge_states, merged_receipt
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder

@@ -14,12 +14,12 @@ from aqnpipe.generation.noisy_passes import RolloutNoise
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.generation.vllm.weights import Exchange, for_engine, refuse_without_room, shared_weights
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import norms_sha256, rms_norms
 from aqnpipe.models.sharding import gathered_weights
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.merge import add_rollout
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 

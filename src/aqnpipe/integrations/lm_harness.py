@@ -21,9 +21,9 @@ from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.model import builtin_folder, source_kind
 from aqnpipe.errors import ConfigError
 from aqnpipe.generation.noisy_passes import PassNoise
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, noised_attention, num_rms_norms
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.receipt import Receipt
 
 model_registry.register("aqnpipe-vllm", target="aqnpipe.integrations.lm_harness_vllm:NoisyVllm")

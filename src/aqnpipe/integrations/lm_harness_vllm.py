@@ -35,8 +35,8 @@ from aqnpipe.integrations.lm_harness import (
     refuse_quantised,
     refuse_stored_answers,
 )
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_tokenizer, refuse_unusable, source_folder
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.seeding import derive_seed
 

@@ -23,12 +23,13 @@ from aqnpipe.data.examples import Example, choose_examples, refuse_overlap
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
 from aqnpipe.models.verification import refuse_other_weights
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.control_layers import control_layers
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 

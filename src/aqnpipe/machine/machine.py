@@ -6,36 +6,43 @@ proof (the audit in `aqnpipe.proof` looks from above and computes again); it say
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
-from aqnpipe.config.noise import AppliedError, FakeQuantization
+from aqnpipe.config.measured_noise import LayerErrors
+from aqnpipe.config.noise import AppliedError, FakeQuantization, MeasuredError, PlacedError
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
+from aqnpipe.machine.names import measured_name, named_modules
 from aqnpipe.machine.norms import NORM, NORM_GRADIENT, NormKernels
 from aqnpipe.machine.operators import ELEMENTWISE, SOFTMAX, Registration
 from aqnpipe.machine.places import CALLS_PER_VISIT, OTHER_NODES, Place, Places
 from aqnpipe.machine.quantized import QuantizedOperands, mark_weights
-from aqnpipe.models.layout import is_rms_norm
+from aqnpipe.models.layout import is_norm, is_rms_norm
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.measured import root_mean_squares
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
 
 
-class MachineKey(NamedTuple):
-    """Key of all random numbers: processes differ in `rank`."""
+class NoiseKey(NamedTuple):
+    """Key of all random numbers: equal keys give equal noise. Data-parallel workers and processes differ in `rank`."""
 
     seed: int
     step: int = 0
     micro_step: int = 0
     rank: int = 0
+
+    def derived(self, stream: str, *counters: int) -> int:
+        """Return the key of random numbers of `stream`."""
+        return derive_seed(self.seed, stream, self.step, self.micro_step, self.rank, *counters)
 
 
 class Request(NamedTuple):
@@ -43,17 +50,25 @@ class Request(NamedTuple):
     or those of `parts` and `operators`, and with `backward` on gradients too.
 
     `num_parts`: number of parts of the model; the place outside has that number. `elementwise`: softmax, activations
-    and norms within the parts have the error too.
+    and norms within the parts have the error too. `errors`: the error of each part that has one, in place of `parts`.
+    Without an `error` nothing is replaced.
     """
 
-    error: AppliedError
-    key: MachineKey
+    error: AppliedError | MeasuredError | None
+    key: NoiseKey
     num_parts: int
     stream: str = "evaluation"
     parts: Container[int] | None = None
     backward: bool = False
     operators: Container[str] | None = None
     elementwise: bool = False
+    errors: Mapping[int, PlacedError] | None = None
+
+    def error_at(self, part: int) -> PlacedError | None:
+        """Return the error of a part; None if it has none."""
+        if self.errors is not None:
+            return self.errors.get(part)
+        return self.error if self.parts is None or part in self.parts else None  # type: ignore[return-value]
 
 
 CHANGED = "changed elements"
@@ -67,30 +82,52 @@ Observe = Callable[[str, str, Tensor, tuple[Tensor, ...], NoiseStream], None]
 """Called with phase, operator, noised result, factors and random numbers of a product outside all parts."""
 
 
+class Noised(NamedTuple):
+    """A result, or a factor, that has got its error. `changed`: how many elements a user's own error changed."""
+
+    phase: str
+    operator: str
+    part: int
+    error: AppliedError
+    values: Tensor
+    is_again: bool
+    changed: Tensor | None = None
+
+
 class Machine:
     """The machine of a process. `counts`: products by (phase, operator, what happened to it).
 
     `observe_outside` gets the products outside all parts: no call of a module surrounds them, so an audit that looks
-    from above has nothing to begin with.
+    from above has nothing to begin with. `note` gets everything that has an error.
     """
 
-    def __init__(self, request: Request, observe_outside: Observe | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        observe_outside: Observe | None = None,
+        note: Callable[[Noised], None] | None = None,
+    ) -> None:
         self.request = request
         # Asked for every product; isinstance on a pydantic class is slow.
         self._is_quantized = isinstance(request.error, FakeQuantization)
+        self._is_measured = isinstance(request.error, MeasuredError)
         self._observe_outside = observe_outside
+        self._note = note
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.places = Places(request.num_parts, self._key)
         self._off = threading.local()
         self._gradient_keys: dict[tuple[int, int], int] = {}
+        self._is_running = False
         self._registration: Registration | None = None
         self._norms: NormKernels | None = None
         self._quantized = QuantizedOperands()
         self._before_first: Callable[[], None] | None = None
 
     @contextmanager
-    def running(self, roots: Iterable[nn.Module], parts: Mapping[int, nn.Module]) -> Iterator[None]:
+    def running(self, roots: Sequence[nn.Module], parts: Mapping[int, nn.Module]) -> Iterator[None]:
         """Simulate the machine in the body. Raises ModelError if this process simulates one already."""
+        if self.request.error is not None:
+            _refuse_stored_products(roots[0])
         self.start()
         handles: list[Any] = []
         try:
@@ -98,7 +135,10 @@ class Machine:
             # The last product of a layer that is computed again must run, too: it marks its factors.
             with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(not self._rounds_activations):
                 handles = self.places.hooks(roots, parts)
-                handles += self.norm_hooks(parts)
+                handles += self.norm_hooks(roots if self._is_measured else parts.values())
+                if self._is_measured:
+                    # Behind those of norms, whose errors are put on within their call.
+                    handles += self.places.name_hooks(named_modules(roots[0]))
                 if self._is_quantized:
                     mark = PlaceHook(lambda module, *_: mark_weights(module))
                     handles += [root.register_forward_pre_hook(mark) for root in roots]
@@ -116,19 +156,27 @@ class Machine:
         if not _IN_USE.acquire(blocking=False):
             raise ModelError("a noisy machine is already simulated in this process; machines do not nest")
         self._before_first = before_first
+        self._is_running = True
+        if self.request.error is None:
+            return
         self._registration = Registration(
             self._on_result,
             elementwise=self.request.elementwise,
             on_operands=self._on_operands if self._is_quantized else None,
+            whole_sums=self._is_measured,
         )
-        if self.request.elementwise:
+        if self.request.elementwise or (isinstance(self.request.error, MeasuredError) and self.request.error.has_norms):
             self._norms = NormKernels(lambda name, exact: self._on_result(name, exact, 2, ()))
 
-    def norm_hooks(self, parts: Mapping[int, nn.Module]) -> list[Any]:
-        """Register the hooks of all RMSNorms within `parts`, if they have the error, and return the handles."""
+    def norm_hooks(self, modules: Iterable[nn.Module]) -> list[Any]:
+        """Register the hooks of all RMSNorms within `modules`, if they have the error, and return the handles.
+
+        Measured errors are of all norms.
+        """
         if self._norms is None:
             return []
-        norms = dict.fromkeys(norm for part in parts.values() for norm in part.modules() if is_rms_norm(norm))
+        chosen = is_norm if self._is_measured else is_rms_norm
+        norms = dict.fromkeys(norm for module in modules for norm in module.modules() if chosen(norm))
         return self._norms.hooks(norms, backward=self.request.backward)
 
     def identify(self) -> None:
@@ -143,14 +191,17 @@ class Machine:
 
     def stop(self) -> None:
         """Restore the kernels."""
+        if not self._is_running:
+            return
+        self._is_running = False
         if self._registration is not None:
             self._registration.close()
             self._registration = None
             self._quantized.close()
-            if self._norms is not None:
-                self._norms.close()
-                self._norms = None
-            _IN_USE.release()
+        if self._norms is not None:
+            self._norms.close()
+            self._norms = None
+        _IN_USE.release()
 
     @property
     def _rounds_activations(self) -> bool:
@@ -173,16 +224,14 @@ class Machine:
             yield
 
     def _key(self, passed: int, part: int) -> int:
-        key = self.request.key
-        return derive_seed(key.seed, self.request.stream, key.step, key.micro_step, key.rank, passed, part)
+        return self.request.key.derived(self.request.stream, passed, part)
 
     def _gradient_key(self, passed: int, part: int) -> int:
         found = self._gradient_keys.get((passed, part))
         if found is None:
             if len(self._gradient_keys) > 4096:
                 self._gradient_keys.clear()
-            key = self.request.key
-            found = derive_seed(key.seed, "backward", key.step, key.micro_step, key.rank, passed, part)
+            found = self.request.key.derived("backward", passed, part)
             self._gradient_keys[passed, part] = found
         return found
 
@@ -192,33 +241,43 @@ class Machine:
         places = self.places
         here, node, is_gradient, part = self._where()
         phase = "backward" if is_gradient else self.request.stream
-        why = getattr(self._off, "why", None) or self._exemption(operator, part, is_gradient, result, num_terms)
+        error: Any = self.request.error_at(part)
+        why = getattr(self._off, "why", None) or self._exemption(operator, part, error, is_gradient, result, num_terms)
         if why is not None:
             self.counts[phase, operator, why] += 1
             return result
         self.counts[phase, operator, "noised"] += 1
+        name, input_rms = operator, None
+        # Exact types: isinstance on a pydantic class is slow.
+        if type(error) is LayerErrors:
+            name, error = measured_name(operator, error, places, here)
+            if error.figures.per_input and factors:
+                input_rms = root_mean_squares(factors[0])
         source = self._gradient_source(node._sequence_nr()) if is_gradient else self._source(here)
         if result.is_cuda and is_being_captured(result):
             self.counts[phase, operator, "captured"] += 1
         if operator in SOFTMAX:
             result = result.clone()
         values = result.detach() if result.requires_grad else result
-        error: Any = self.request.error
-        # Exact type: isinstance on a pydantic class is slow.
+        changed = None
         if type(error) is OwnError:
-            self._apply_own(phase, operator, values, error, source)
+            changed = self._apply_own(phase, operator, values, error, source)
         else:
-            apply_error_(values, error, source)
+            apply_error_(values, error, source, *(() if input_rms is None else (input_rms,)))
+        if self._note is not None:
+            self._note(Noised(phase, name, part, error, values, here.is_again, changed))
         if factors and part == places.outside and self._observe_outside is not None:
             self._observe_outside(phase, operator, values, factors, source)
         return result
 
-    def _apply_own(self, phase: str, operator: str, values: Tensor, error: OwnError, source: NoiseStream) -> None:
+    def _apply_own(self, phase: str, operator: str, values: Tensor, error: OwnError, source: NoiseStream) -> Tensor:
         """Put a user's own error on values. Of all errors it alone may change none of them, so changes are counted."""
         before = values.clone()
         with self.exactly():
             apply_error_(values, error, source)
-        self.counts[phase, operator, CHANGED] += int(((values != before) & (before == before)).sum())
+        changed = ((values != before) & (before == before)).sum()
+        self.counts[phase, operator, CHANGED] += int(changed)
+        return changed
 
     def _where(self) -> tuple[Place, Any, bool, int]:
         """Return the place, the node of the backward pass that runs, whether it computes a gradient, and the part."""
@@ -232,19 +291,23 @@ class Machine:
     def _on_operands(self, operator: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         if self._before_first is not None:
             self.identify()
-        _, _, is_gradient, part = self._where()
+        here, _, is_gradient, part = self._where()
         phase = "backward" if is_gradient else self.request.stream
-        error, parts = self.request.error, self.request.parts
-        why: str | None = getattr(self._off, "why", None)
-        if parts is not None and part not in parts:
-            why = "not selected"
+        error = self.request.error_at(part)
+        why: str | None = getattr(self._off, "why", None) or ("not selected" if error is None else None)
         found = None
         if why is None and isinstance(error, FakeQuantization):
             found = self._quantized.of(error, first, second, is_gradient)
+            if found is not None and not is_gradient and self._note is not None:
+                for before, after in zip((first, second), found, strict=True):
+                    if before is not after:
+                        self._note(Noised(phase, operator, part, error, after, here.is_again))
         self.counts[phase, operator, why or ("without a weight" if found is None else "noised")] += 1
         return (first, second) if found is None else found
 
-    def _exemption(self, operator: str, part: int, is_gradient: bool, result: Tensor, num_terms: int) -> str | None:
+    def _exemption(
+        self, operator: str, part: int, error: Any, is_gradient: bool, result: Tensor, num_terms: int
+    ) -> str | None:
         """Return why a result has no error; None if it gets one."""
         request = self.request
         if self._is_quantized:
@@ -252,11 +315,11 @@ class Machine:
             return "without a weight"
         if is_gradient and not request.backward:
             return "gradients"
-        if request.parts is not None and part not in request.parts:
+        if error is None:
             return "not selected"
         if request.operators is not None and operator not in request.operators:
             return "not selected"
-        if part == self.places.outside and operator in _IN_LAYERS:
+        if part == self.places.outside and operator in _IN_LAYERS and not self._is_measured:
             return "outside the layers"
         if not result.is_floating_point():
             return "outside, of integers" if part == self.places.outside else "of integers"
@@ -285,3 +348,14 @@ class Machine:
             key = self._gradient_key(segment.passed, segment.part)
             call = segment.visit * CALLS_PER_VISIT + number - segment.start
         return NoiseStream(key, call, OTHER_NODES + local.nth)
+
+
+def _refuse_stored_products(model: nn.Module) -> None:
+    """Raise ModelError for a selective checkpoint: what it computes again would have the errors of other operators."""
+    for name, module in model.named_modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(checkpoint, "keywords", {}).get("context_fn", noop_context_fn) is not noop_context_fn:
+            raise ModelError(
+                f"{name}: gradient_checkpointing_kwargs has a context_fn (selective checkpoint), so products that are "
+                "computed again would get errors of other products; expected a checkpoint of the whole layer"
+            )

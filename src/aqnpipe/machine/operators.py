@@ -72,7 +72,8 @@ INTO_ELEMENTWISE = ("silu_", "silu.out", "gelu_", "gelu.out", "_softmax.out")
 
 INTO = (
     *("mm.out", "bmm.out", "mv.out", "dot.out", "vdot.out", "addmm.out", "baddbmm.out", "addmv.out", "addbmm.out"),
-    *("addmm_", "baddbmm_", "addmv_", "addbmm_", "_addmm_activation.out"),
+    *("addmm_", "baddbmm_", "addmv_", "addbmm_", "_addmm_activation.out", "_int_mm.out"),
+    "_scaled_mm.out",
 )
 """Operators that write into an existing tensor. They become the operator that returns a new one, and a copy."""
 
@@ -93,13 +94,20 @@ class Registration:
     """The replaced kernels of a process; `on_result` gets every result, from the first backend to the last `close`.
 
     `elementwise`: softmax, activations and norms too. `on_result` returns another tensor for a softmax that it changes.
-    With `on_operands`, products have an error of their factors in place of their results.
+    With `on_operands`, products have an error of their factors in place of their results. With `whole_sums`, a sum with
+    a product is one operator, whose error includes what is added.
     """
 
     def __init__(
-        self, on_result: OnResult, *, elementwise: bool = False, on_operands: OnOperands | None = None
+        self,
+        on_result: OnResult,
+        *,
+        elementwise: bool = False,
+        on_operands: OnOperands | None = None,
+        whole_sums: bool = False,
     ) -> None:
         self._on_result = on_result
+        self._whole_sums = whole_sums
         self._on_operands = on_operands
         self._table = (*_TABLE, *(_ELEMENTWISE_TABLE if elementwise else ()), *(_CASTS if on_operands else ()))
         self._inside = _Inside()
@@ -176,6 +184,9 @@ class Registration:
             if self._on_operands is not None:
                 factors = self._factors(SUMS[name], first, second)
                 return self._alone(native, keys, added, *factors, beta=beta, alpha=alpha)
+            if self._whole_sums:
+                result = self._alone(native, keys, added, first, second, beta=beta, alpha=alpha)
+                return self._on_result(SUMS[name], result, first.shape[-1], (first, second))
             return _plus(multiply(first, second), added, beta, alpha)
 
         return added

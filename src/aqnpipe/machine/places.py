@@ -59,12 +59,13 @@ class Operator(NamedTuple):
 
 
 class Place:
-    """A visit of a part, or what is outside; `calls` counts its operators."""
+    """A visit of a part, or what is outside; `calls` counts its operators, `others` products of no linear module."""
 
-    __slots__ = ("calls", "is_again", "key", "part", "passed")
+    __slots__ = ("calls", "is_again", "key", "others", "part", "passed")
 
     def __init__(self, passed: int, part: int, calls: int, key: int, is_again: bool) -> None:
         self.passed, self.part, self.calls, self.key, self.is_again = passed, part, calls, key, is_again
+        self.others = 0
 
 
 class ThreadPlaces(threading.local):
@@ -82,6 +83,7 @@ class ThreadPlaces(threading.local):
         self.operators: dict[int, Operator] = {}
         self.node = -1
         self.nth = 0
+        self.names: list[str] = []
 
 
 class _Graph(NamedTuple):
@@ -116,6 +118,21 @@ class Places:
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(PlaceHook(self.leave_part), always_call=True, prepend=True))
         return handles
+
+    def name_hooks(self, names: Mapping[nn.Module, str]) -> list[Any]:
+        """Register hooks that note which of these modules computes, and return their handles."""
+        handles: list[Any] = []
+        for module, name in names.items():
+            handles.append(module.register_forward_pre_hook(PlaceHook(partial(self._enter_named, name))))
+            handles.append(module.register_forward_hook(PlaceHook(self._leave_named), always_call=True))
+        return handles
+
+    def _enter_named(self, name: str, *_: Any) -> None:
+        self.local.names.append(name)
+
+    def _leave_named(self, *_: Any) -> None:
+        if self.local.names:
+            self.local.names.pop()
 
     def enter_root(self, module: nn.Module, *_: Any) -> None:
         """Begin a pass, unless this call is a part of one. Raises ModelError in a forked process."""
@@ -176,6 +193,12 @@ class Places:
             self._begin(local, is_pass=False)
         return local.here  # type: ignore[return-value]
 
+    def passed(self) -> int:
+        """Return the pass that this thread computes, or that of the layer that a backward pass computes again."""
+        node = torch._C._current_autograd_node()
+        segment = None if node is None else self.segment_of(node._sequence_nr())
+        return self.here().passed if segment is None else segment.passed
+
     def segment_of(self, number: int) -> Segment | None:
         """Return the segment of the node with this number: of this thread's graphs, or of the latest other thread's."""
         local = self._of_graph()
@@ -208,6 +231,7 @@ class Places:
         local.passes += is_pass
         local.passed = local.passes + (number << 32) if is_pass else -1 - number
         local.stack.clear()
+        local.names.clear()
         local.visits.clear()
         local.here = Place(local.passed, self.outside, 0, self._key_of(local.passed, self.outside), False)
         if torch.is_grad_enabled():

@@ -5,7 +5,6 @@ the model. So the hooks are on every module that has the decoder layers and the 
 calls only the outermost counts.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from threading import get_ident
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import output_projection, path_of_layers
+from aqnpipe.models.parts import PlaceHook
 
 Enter = Callable[[nn.Module, Any, Mapping[str, Any]], None]
 Leave = Callable[[nn.Module, Any, Any], None]
@@ -29,18 +29,17 @@ class ForwardPasses:
         self._depths = {module: depth for depth, module in enumerate(_whole_models(model))}
         # Depth of the outermost module that computes, and the thread that called it.
         self._running: tuple[int, int] | None = None
-        self._process = os.getpid()
 
     def hooks(self, *, prepend: bool = False) -> list[Any]:
         """Register the hooks and return their handles; `prepend`: `enter` comes ahead of other hooks."""
         handles = []
         for module in self._depths:
-            handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=prepend))
-            handles.append(module.register_forward_hook(self._after, always_call=True))
+            before, after = PlaceHook(self._before), PlaceHook(self._after)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=prepend))
+            handles.append(module.register_forward_hook(after, always_call=True))
         return handles
 
     def _before(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._refuse_copies(module)
         depth, thread = self._depths[module], get_ident()
         if self._running is not None:
             outer, running_thread = self._running
@@ -59,19 +58,6 @@ class ForwardPasses:
         if self._running == (self._depths.get(module), get_ident()):
             self._running = None
             self._leave(module, args, output)
-
-    def _refuse_copies(self, module: nn.Module) -> None:
-        """Raise ModelError for a replica and in a forked process: both have the hooks, and nobody sees what they do."""
-        if module not in self._depths:
-            raise ModelError(
-                f"{type(self._model).__name__}: a replica of it (DataParallel) is called under noise, expected the "
-                "model itself, on one device"
-            )
-        if os.getpid() != self._process:
-            raise ModelError(
-                f"{type(self._model).__name__} is called in a forked process while noise is installed: it would draw "
-                "the noise of the other process again, unseen by the receipt; expected the fork before noise begins"
-            )
 
 
 def _whole_models(model: nn.Module) -> list[nn.Module]:

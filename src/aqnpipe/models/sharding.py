@@ -143,27 +143,6 @@ def _units(model: nn.Module) -> list[Any]:
     return [*decoder_layers(model), model]
 
 
-@contextmanager
-def gathered_first(model: nn.Module) -> Iterator[None]:
-    """Keep the hooks that gather weights before all other forward pre-hooks while the body runs.
-
-    The hooks of the noise and of its audit are prepended. Before the gathering, the audit would take the operations
-    that gather for operations of the layer, and would not know its gathered weights.
-    """
-    kept = [(module, module._forward_pre_hooks) for module in model.modules() if _gathering(module._forward_pre_hooks)]
-    for module, hooks in kept:
-        module._forward_pre_hooks = GatheringFirst(hooks)
-    try:
-        yield
-    finally:
-        for module, hooks in kept:
-            now = dict(module._forward_pre_hooks)
-            # The original object again, because handles of earlier hooks refer to it.
-            hooks.clear()
-            hooks.update(now)
-            module._forward_pre_hooks = hooks
-
-
 class GatheringFirst(OrderedDict[int, Any]):
     """Hooks of a module; whatever is prepended comes behind FSDP's, which gather the weights."""
 

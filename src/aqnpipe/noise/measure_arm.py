@@ -5,11 +5,10 @@ from torch import nn
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, NoiseSpec, Phase
-from aqnpipe.errors import ModelError
-from aqnpipe.models.layout import decoder_layers, matrices_outside, num_rms_norms
+from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
-from aqnpipe.noise.audit.phase_audit import audited_backward
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.schedule import max_sigma, sigma_at
@@ -27,11 +26,8 @@ def measure_arm(
     """Run `model` on random tokens through every phase of a training step.
 
     AQN uses the largest sigma of its schedule, the same in every layer, because per-layer factors come from a
-    diagnosis. The receipt is not checked: call `problems()` on it. Raises ModelError if operator noise in every layer
-    would leave out products of the model.
+    diagnosis. The receipt is not checked: call `problems()` on it.
     """
-    if arm.operator_noise is not None and arm.operator_noise.layers is None:
-        _refuse_matrices_outside(model)
     aqn = _constant(arm.aqn) if arm.aqn else None
     spec = NoiseSpec(operator_noise=arm.operator_noise, module_noise=arm.module_noise, aqn=aqn)
     recorder = ReceiptRecorder(
@@ -60,24 +56,13 @@ def measure_arm(
     for phase in phases:
         with torch.no_grad(), phase_noise(model, spec, phase, key, recorder):
             model(input_ids=tokens, use_cache=False)
-    with torch.enable_grad():
-        with phase_noise(model, spec, "actor_forward", key, recorder, backward=True):
-            logits = model(input_ids=tokens, use_cache=False).logits
+    with torch.enable_grad(), phase_noise(model, spec, "actor_forward", key, recorder, backward=True):
+        logits = model(input_ids=tokens, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-        with audited_backward(model, recorder):
-            loss.backward()
+        loss.backward()
     recorder.count_forward("backward")
     model.zero_grad(set_to_none=True)
     return recorder.receipt()
-
-
-def _refuse_matrices_outside(model: nn.Module) -> None:
-    outside = matrices_outside(model)
-    if outside:
-        raise ModelError(
-            f"{type(model).__name__}: operator noise does not reach {', '.join(outside)}, outside the decoder layers "
-            "and output projection; name the noised layers in operator_noise.layers, or use a model of another family"
-        )
 
 
 def _constant(aqn: AdaptiveNoise) -> AdaptiveNoise:

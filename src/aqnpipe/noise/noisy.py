@@ -13,17 +13,17 @@ from typing import Any, get_args
 import numpy as np
 from pydantic import ValidationError
 from torch import nn
-from torch.utils.checkpoint import noop_context_fn
 
+from aqnpipe.artifacts.measured_errors import with_figures
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import ErrorModel, OperatorNoise, OperatorSet, Phase, RelativeGaussian
 from aqnpipe.config.own_noise import OwnError
-from aqnpipe.errors import ConfigError, ModelError
-from aqnpipe.machine.machine import Machine, MachineKey, Request
+from aqnpipe.errors import ConfigError
+from aqnpipe.machine.machine import Machine, NoiseKey, Request
+from aqnpipe.models.layout import decoder_layers, refuse_norms_without_weight
 from aqnpipe.models.parts import Parts, parts_of
 from aqnpipe.noise.kernels.own import refuse_unusable
-from aqnpipe.noise.noisy_modules import ModuleNoiseReceipt, noisy_modules
 from aqnpipe.proof.audit import Audit, AuditRequest
 from aqnpipe.proof.receipt import MachineReceipt, Requested, described
 from aqnpipe.seeding import derive_seed
@@ -61,7 +61,7 @@ def noisy(
     layers: Sequence[int] | None = None,
     include_lm_head: bool = True,
     backward: bool = False,
-    receipt: NoiseReceipt | ModuleNoiseReceipt | None = None,
+    receipt: NoiseReceipt | None = None,
 ) -> AbstractContextManager[Any]:
     """Compute the body on a noisy machine; the context gives the receipt, to be checked after the body.
 
@@ -72,16 +72,11 @@ def noisy(
     softmax, activations and norms. layers: layers with noise (default: all). backward: gradients get noise too, and a
     backward pass must run in the body. receipt: continue an earlier one, of the same model and noise.
 
-    A measured error changes modules of a decoder of transformers, and needs eager or sdpa attention. Raises ConfigError
+    A measured error is of a decoder of transformers, operator by operator. Raises ConfigError
     for contradicting arguments, ModelError for a model that noise cannot reach.
     """
     _refuse_wrong_kinds(model, seed, step, include_lm_head, backward, receipt)
     _refuse_contradictions(scale, error, operators)
-    if isinstance(error, MeasuredError):
-        chosen = _chosen_layers(layers, None, include_lm_head)
-        return noisy_modules(
-            model, scale, error, int(seed), step, operators, chosen, include_lm_head, backward, receipt
-        )
     return _noisy_machine(model, scale, error, int(seed), step, operators, layers, include_lm_head, backward, receipt)
 
 
@@ -99,22 +94,29 @@ def _noisy_machine(
     receipt: Any,
 ) -> Iterator[NoiseReceipt]:
     parts = parts_of(model)
-    _refuse_stored_products(model)
+    selected = _selected(parts, layers, include_lm_head)
     stream: Phase = "actor_forward" if backward else "evaluation"
     if isinstance(error, OwnError):
         refuse_unusable(error)
         error = error.planned()
+    if isinstance(error, MeasuredError):
+        error = _with_figures(model, error, operators, backward)
     try:
         requested = OperatorNoise(
             error=error if error is not None else RelativeGaussian(scale=float(scale or 0.0)),
             phases=(stream, "backward") if backward else (stream,),
             operators=operators,
+            layers=None if layers is None else tuple(int(layer) for layer in layers),
+            include_lm_head=include_lm_head,
         )
     except ValidationError as problem:
         raise ConfigError(f"noisy: {describe_validation_error(problem)}") from problem
-    selected = _selected(parts, layers, include_lm_head)
     is_all = operators == "all"
-    asked = AuditRequest(requested.error, seed, (0, 0, 0), stream, selected, backward, elementwise=is_all)  # type: ignore[arg-type]
+    # Each operator of each layer has a measured error of its own.
+    errors = requested.errors_by_part(len(decoder_layers(model))) if isinstance(error, MeasuredError) else None
+    asked = AuditRequest(
+        requested.error, seed, (0, 0, 0), stream, selected, backward, elementwise=is_all, errors=errors
+    )
     if receipt is None:
         receipt = NoiseReceipt(model, asked, getattr(requested.error, "scale", None))
     elif not isinstance(receipt, NoiseReceipt) or not receipt.is_of(model, asked):
@@ -123,8 +125,8 @@ def _noisy_machine(
     receipt.next_step = step + 1
     modules = dict(enumerate(parts.modules.values()))
     audit = Audit(asked._replace(position=(step, 0, 0)), receipt, len(modules))
-    key = MachineKey(seed, step)
-    request = Request(asked.error, key, len(modules), stream, selected, backward, elementwise=is_all)
+    key = NoiseKey(seed, step)
+    request = Request(asked.error, key, len(modules), stream, selected, backward, elementwise=is_all, errors=errors)
     machine = Machine(request, audit.observe_outside)
     audit.exactly = machine.exactly
     with ExitStack() as stack:
@@ -141,6 +143,16 @@ def _noisy_machine(
                 "backward: a context ended without a backward pass, which computes exact gradients behind it; expected "
                 "backward() within the context, or no_grad()",
             )
+
+
+def _with_figures(model: Any, error: MeasuredError, operators: str, backward: bool) -> MeasuredError:
+    """Return a measured error with its figures. Raises ConfigError for arguments that it cannot have."""
+    if backward or operators != "matmul":
+        raise ConfigError("noisy: a measured error is of matmul operators in forward passes, found other arguments")
+    refuse_norms_without_weight(model)
+    dtype: Any = str(next(model.parameters()).dtype).removeprefix("torch.")
+    config = model.config
+    return with_figures(error, dtype=dtype, attention=config._attn_implementation, config=config.to_dict())
 
 
 def _selected(parts: Parts, layers: Any, include_lm_head: bool) -> frozenset[int] | None:
@@ -178,19 +190,17 @@ def _refuse_wrong_kinds(model: Any, seed: Any, step: Any, include_lm_head: Any, 
     for name, value in (("include_lm_head", include_lm_head), ("backward", backward)):
         if not isinstance(value, bool):
             raise ConfigError(f"noisy: {name} is {value!r}, expected True or False")
-    if not isinstance(receipt, NoiseReceipt | ModuleNoiseReceipt | None):
+    if not isinstance(receipt, NoiseReceipt | None):
         raise ConfigError(f"noisy: receipt is {receipt!r}, expected what an earlier noisy context gave")
 
 
-def _chosen_layers(layers: Any, num_layers: int | None, include_lm_head: bool) -> tuple[int, ...] | None:
+def _chosen_layers(layers: Any, num_layers: int, include_lm_head: bool) -> tuple[int, ...] | None:
     """Return `layers` as indices; ConfigError unless they are layers of the model, or leave nothing with noise."""
     if layers is None:
         return None
     found = tuple(layers) if isinstance(layers, Iterable) else (None,)
-    highest = _KEY_LIMIT if num_layers is None else num_layers
-    if not all(_is_whole(layer) and 0 <= layer < highest for layer in found):
-        upper = "those of the model" if num_layers is None else f"0 to {num_layers - 1}"
-        raise ConfigError(f"noisy: layers is {layers!r}, expected a list of numbers from {upper}")
+    if not all(_is_whole(layer) and 0 <= layer < num_layers for layer in found):
+        raise ConfigError(f"noisy: layers is {layers!r}, expected a list of numbers from 0 to {num_layers - 1}")
     if not found and not include_lm_head:
         raise ConfigError("noisy: layers is empty and include_lm_head is False, expected a place for the noise")
     return tuple(int(layer) for layer in found)
@@ -198,14 +208,3 @@ def _chosen_layers(layers: Any, num_layers: int | None, include_lm_head: bool) -
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _refuse_stored_products(model: nn.Module) -> None:
-    """Raise ModelError for a selective checkpoint: what it computes again would have the errors of other operators."""
-    for name, module in model.named_modules():
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(checkpoint, "keywords", {}).get("context_fn", noop_context_fn) is not noop_context_fn:
-            raise ModelError(
-                f"{name}: gradient_checkpointing_kwargs has a context_fn (selective checkpoint), so products that are "
-                "computed again would get errors of other products; expected a checkpoint of the whole layer"
-            )

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.noise import AbsoluteGaussian, MantissaTruncation, RelativeGaussian, SystematicBias
 from aqnpipe.errors import ConfigError
-from aqnpipe.machine.machine import Machine, MachineKey, Request
+from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.operators import NOISED
 from aqnpipe.models.parts import parts_of
 from aqnpipe.noise.kernels.stream import NoiseStream
@@ -103,7 +103,7 @@ class _Program:
             self._operators,
         )
         self._audit = Audit(request, self.receipt, _OUTSIDE)
-        key = MachineKey(settings.seed)
+        key = NoiseKey(settings.seed)
         self._machine = Machine(
             Request(settings.error, key, _OUTSIDE, _STREAM, self._selected, settings.backward, self._operators),
             self._observe_outside,

@@ -22,28 +22,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from aqnpipe.config.noise import AppliedError, FakeQuantization
+from aqnpipe.config.measured_noise import LayerErrors
+from aqnpipe.config.noise import AppliedError, FakeQuantization, MeasuredError, PlacedError
 from aqnpipe.config.own_noise import OwnError
+from aqnpipe.errors import ModelError
 from aqnpipe.models.calls import num_tokens
+from aqnpipe.models.layout import is_norm, is_rms_norm
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.classification import escape, is_known
+from aqnpipe.noise.audit.operation_counts import operations_of
 from aqnpipe.noise.audit.random_numbers import Draws, derived_key
-from aqnpipe.proof.comparison import compare
+from aqnpipe.proof.comparison import compare, compare_exact
 from aqnpipe.proof.elementwise import ELEMENTWISE
-from aqnpipe.proof.norms import watch_norms
+from aqnpipe.proof.linear import factors_of, linears_of, watch_linears, watch_unobserved
+from aqnpipe.proof.modules import MODULE_ERROR, RequestedModule, compare_module, watch_modules
+from aqnpipe.proof.names import operator_name, watch_names
+from aqnpipe.proof.norms import NORM, NORM_GRADIENT, watch_norms
 from aqnpipe.proof.observation import Mode, Observation, Visit, watch_backward
 from aqnpipe.proof.operations import (
     COLLECTIVES,
-    MULTIPLIES,
-    ON_A_MATRIX,
     arguments_of,
+    is_composite,
     is_no_product,
     machine_name,
     num_terms,
 )
 from aqnpipe.proof.quantized import with_rounded_factors
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Seen
-from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN, Arguments, Sampled, numbered_in_order
+from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN, WHOLE_SUMS, Arguments, Sampled, numbered_in_order
 
 _EXPECTED_AUDITS = 4
 _LEAST_SHARE = 1 / 64
@@ -54,8 +60,10 @@ _VISIT = 2**20
 _OTHER_NODES = 2**16
 _EVERY_OUTSIDE = 64
 _PASSES_FOR_BACKWARD = 8
+_MOST_CALLS = 256
 OUTSIDE = "no layer"
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+ONE_TOKEN, SEVERAL_TOKENS, WITH_GRADIENTS = "one token", "several tokens", " with gradients"
+"""Kinds of passes."""
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -63,10 +71,13 @@ _PLAIN = (Tensor, nn.Parameter)
 class AuditRequest(NamedTuple):
     """What the machine was asked to do, in the places `selected` by number and for the `operators`; None for all.
 
-    `elementwise`: softmax, activations and norms in layers too.
+    `elementwise`: softmax, activations and norms in layers too. `errors`: the error of each place that has one, in
+    place of `selected`. `modules`: errors on modules, by the number of their place. `counts_operations`: floating-point
+    operations are counted in passes that are observed as a whole. `changed_behind`: parts in which something comes
+    behind the errors of norms, such as simulated faults; None where it may come anywhere.
     """
 
-    error: AppliedError
+    error: AppliedError | MeasuredError | None
     seed: int
     position: tuple[int, int, int]
     stream: str
@@ -74,6 +85,16 @@ class AuditRequest(NamedTuple):
     backward: bool
     operators: Set[str] | None = None
     elementwise: bool = False
+    errors: Mapping[int, PlacedError] | None = None
+    modules: Mapping[int, RequestedModule] = {}
+    counts_operations: bool = False
+    changed_behind: Set[int] | None = None
+
+    def error_at(self, part: int) -> PlacedError | None:
+        """Return the error that was requested of a part; None if none was."""
+        if self.errors is not None:
+            return self.errors.get(part)
+        return self.error if self.selected is None or part in self.selected else None  # type: ignore[return-value]
 
 
 class _Thread(threading.local):
@@ -82,15 +103,26 @@ class _Thread(threading.local):
         self.passes = -1
         self.current: Observation | None = None
         self.pending: Observation | None = None
+        self.unobserved: list[Any] = []
+
+    def forget_unobserved(self) -> None:
+        """Remove the hook on a module of a pass that is not observed."""
+        while self.unobserved:
+            self.unobserved.pop().remove()
 
 
 class Audit:
     """Audits one machine. `outside` is the number of the place outside all parts.
 
     `exactly`: the machine computes exactly in its body, for functions of a user's own that are called once more here.
+    `before_observed` is called before an observed pass, `on_compared` with the elements of every compared result.
+    `checks_exact`: products of which no error was requested are compared with the exact ones.
     """
 
     exactly: Callable[[], AbstractContextManager[None]] = nullcontext
+    before_observed: Callable[[], None] = staticmethod(lambda: None)
+    on_compared: Callable[[Cell, Sampled, Any, torch.dtype], None] | None = None
+    checks_exact = False
 
     def __init__(self, request: AuditRequest, receipt: MachineReceipt, outside: int) -> None:
         self.request = request
@@ -107,10 +139,13 @@ class Audit:
         self._keys: dict[tuple[str, int, int], int] = {}
         # The backward pass of quantized operands has them too, without being asked for.
         self._is_quantized = isinstance(request.error, FakeQuantization)
+        self._is_measured = isinstance(request.error, MeasuredError)
         self._observes_gradients = request.backward or self._is_quantized
         # What a user announced of a size is checked beside single values, and takes more of them.
         self._samples = _SAMPLES_OF_OWN if isinstance(request.error, OwnError) else _SAMPLES
         self._recomputed = {**RECOMPUTED, **(ELEMENTWISE if request.elementwise else {})}
+        if self._is_measured:
+            self._recomputed |= {**WHOLE_SUMS, "norm": ELEMENTWISE["norm"]}
 
     def add_model(
         self, roots: Sequence[nn.Module], modules: Mapping[int, nn.Module], names: Mapping[int, str]
@@ -138,14 +173,20 @@ class Audit:
                 if observation is not None:
                     observation.close()
             local.current = local.pending = None
+            local.forget_unobserved()
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Begin a pass, unless this call is a part of one."""
+        """Begin a pass, unless this call is a part of one. Raises ModelError for a replica of the model."""
         local = self._local
         if os.getpid() != self._process:
             return
+        if module not in self._models:
+            raise ModelError(
+                f"a replica of {type(module).__name__} (DataParallel) is called on a simulated machine, expected the "
+                "model itself, on one device"
+            )
         if module in local.running:
             local.running.clear()
         local.running.append(module)
@@ -158,25 +199,32 @@ class Audit:
             self.receipt.passes += 1
             number = self.receipt.passes
         local.passes += 1
+        local.forget_unobserved()
         if local.pending is not None:
             # The nodes that follow are of another pass.
             local.pending.note_start(None, self._outside, 0)
         # Each root of its own: a loss that is a module has no products, and says nothing about the model.
-        kind = (list(self._models).index(module), num_tokens(args, kwargs) == 1, torch.is_grad_enabled())
+        root, has_gradients = list(self._models).index(module), torch.is_grad_enabled()
+        kind = ONE_TOKEN if num_tokens(args, kwargs) == 1 else SEVERAL_TOKENS
+        kind += ("" if root == 0 else f" of model {root}") + (WITH_GRADIENTS if has_gradients else "")
         chance = float(self._draws.random())
-        self.receipt.gradient_passes += kind[2]
-        lacks_backward = kind[2] and self.request.backward and not self._has_backward()
+        self.receipt.gradient_passes += has_gradients
+        lacks_backward = has_gradients and self.request.backward and not self._has_backward()
         if kind not in self.receipt.audited_kinds or lacks_backward or chance < max(_LEAST_WHOLE_SHARE, 1 / number):
             self._observe(local, self._models[module], kind)
         elif self._models[module] and chance < max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
             part = int(self._draws.choice(list(self._models[module])))
             self._observe(local, {part: self._models[module][part]}, None)
+        elif float(self._draws.random()) < max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
+            self._check_unobserved(local, self._models[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         local = self._local
         if not local.running or local.running[-1] is not module:
             return
         local.running.pop()
+        if not local.running:
+            local.forget_unobserved()
         current = local.current
         if local.running or current is None or torch._C._current_autograd_node() is not None:
             return
@@ -186,16 +234,21 @@ class Audit:
         if current.kind is not None and output is not None:
             self.receipt.audited_kinds.add(current.kind)
             self.receipt.audited_passes += 1
-            if self._observes_gradients and current.kind[2]:
+            for part in current.uncalled_norms.values():
+                self._wrong_norm(part, "was never called")
+            if self.receipt.operations is None and self.request.counts_operations:
+                self.receipt.operations = current.operations, current.noised_operations
+            if (self._observes_gradients or self.checks_exact) and current.kind.endswith(WITH_GRADIENTS):
                 if local.pending is not None:
                     local.pending.close()
                 local.pending = current
                 return
         current.close()
 
-    def _observe(self, local: _Thread, modules: Mapping[int, nn.Module], kind: tuple[int, bool, bool] | None) -> None:
+    def _observe(self, local: _Thread, modules: Mapping[int, nn.Module], kind: str | None) -> None:
         """Observe this pass: all of it if it has a kind, otherwise the given part alone."""
-        earlier = local.pending if kind is not None and kind[2] else None
+        self.before_observed()
+        earlier = local.pending if kind is not None and kind.endswith(WITH_GRADIENTS) else None
         observation = local.current = Observation(
             self.observe, kind, local.passes + (self._number_of_thread() << 32), self._outside
         )
@@ -208,17 +261,70 @@ class Audit:
             enter, leave = partial(self._enter_part, observation, part), partial(self._leave_part, observation)
             observation.handles.append(module.register_forward_pre_hook(PlaceHook(enter), prepend=True))
             observation.handles.append(module.register_forward_hook(PlaceHook(leave), always_call=True, prepend=True))
-        if self.request.elementwise:
-            observation.handles += watch_norms(observation, modules, self.request.backward, self._missed_norm)
-        if kind is not None:
+        if self.request.elementwise or self._watches_norms:
+            norms = self._norms_of(modules, is_whole=kind is not None)
+            behind = self.request.changed_behind
+            followed = {norm for norm, part in norms.items() if behind is not None and part not in behind}
+            observation.handles += watch_norms(observation, norms, self.request.backward, self._wrong_norm, followed)
+            if self._is_measured and kind is not None:
+                observation.uncalled_norms = {norm: norms[norm] for norm in followed}
+        if self._is_measured:
+            observation.handles += watch_names(observation, self._whole(modules))
+        observation.handles += watch_linears(observation, self._linears_of(modules), self._note)
+        observation.handles += watch_modules(observation, self.request.modules, modules, kind is None, self._note)
+        if kind is None:
+            for module in modules.values():
+                # Behind all other hooks of the part: errors on its output belong to it.
+                end = PlaceHook(partial(self._end_part, observation))
+                observation.handles.append(module.register_forward_hook(end, always_call=True))
+        else:
             observation.note_start(observation.passed, self._outside, observation.next_visit(self._outside))
             observation.switch_on()
 
     def _has_backward(self) -> bool:
         """Return whether a backward pass was compared, or so many were not that it would cost too much to go on."""
-        return self.receipt.gradient_passes > _PASSES_FOR_BACKWARD or any(
-            seen.recomputed for cell, seen in list(self.receipt.cells.items()) if cell.phase == "backward"
+        return (
+            self.receipt.has_backward
+            or self.receipt.gradient_passes > _PASSES_FOR_BACKWARD
+            or any(seen.recomputed for cell, seen in list(self.receipt.cells.items()) if cell.phase == "backward")
         )
+
+    def _linears_of(self, modules: Mapping[int, nn.Module]) -> dict[nn.Module, tuple[int, str]]:
+        # Measured errors depend on the name of the operator, and those of operands on both factors.
+        return {} if self._is_measured or self._is_quantized else linears_of(modules, self._names)
+
+    def _check_unobserved(self, local: _Thread, modules: Mapping[int, nn.Module]) -> None:
+        """Compare the output of one linear module in a pass that is not observed."""
+        linears = list(self._linears_of(modules).items())
+        if linears:
+            linear, (part, _) = linears[int(self._draws.integers(len(linears)))]
+            passed = local.passes + (self._number_of_thread() << 32)
+            local.unobserved += watch_unobserved(linear, modules[part], partial(self._compare_unobserved, part, passed))
+
+    def _compare_unobserved(self, part: int, passed: int, module: nn.Module, args: Any, output: Tensor) -> None:
+        factors = factors_of(module, args, output)
+        operators = self.request.operators
+        if factors is None or (operators is not None and machine_name(factors[0]) not in operators):
+            return
+        error: Any = self.request.error_at(part)
+        dtype = str(output.dtype).removeprefix("torch.")
+        cell = Cell(self.request.stream, self._names[part], factors[0], dtype)
+        (found,) = self._sample_of(*factors)
+        if found is None:
+            return
+        if error is None:
+            if self.checks_exact:
+                self.receipt.add(cell, compare_exact(found))
+            return
+        key = self._key(self.request.stream, passed, part)
+        with self.exactly():
+            tried = (compare(found, error, Draws.of(key, call, 0), output.dtype) for call in range(1, _MOST_CALLS))
+            seen = next(tried)
+            if seen.wrong:
+                seen = next((other for other in tried if not other.wrong), seen)
+        self.receipt.add(cell, seen)
+        if self.on_compared is not None:
+            self.on_compared(cell, found, error, output.dtype)
 
     def _number_of_thread(self) -> int:
         name = threading.current_thread().name.encode("utf-8")
@@ -234,8 +340,11 @@ class Audit:
             start = observation.start_of(node._sequence_nr())
             passed = observation.passed if start is None or start.passed is None else start.passed
             visit = start.visit if start is not None and start.part == part else 0
+        # A layer of a pass that was not observed is computed again.
+        is_lost = node is not None and start is None
         observation.stack.append(Visit(passed, part, visit * _VISIT, node is not None))
-        observation.note_start(passed, part, visit)
+        observation.stack[-1].is_lost = is_lost
+        observation.note_start(None if is_lost else passed, part, visit)
         if observation.kind is None and node is None and not observation.is_on:
             observation.switch_on()
 
@@ -244,12 +353,36 @@ class Audit:
             return
         left, here = observation.stack.pop(), observation.stack[-1]
         if observation.kind is None:
-            if len(observation.stack) == 1 and not left.is_again:
-                observation.switch_off()
-        elif here.part == self._outside:
+            return
+        if here.part == self._outside:
             observation.note_start(left.passed, self._outside, observation.next_visit(self._outside))
         else:
             observation.note_start(here.passed, here.part, here.calls // _VISIT)
+
+    def _end_part(self, observation: Observation, *_: Any) -> None:
+        is_again = torch._C._current_autograd_node() is not None
+        if observation is self._local.current and len(observation.stack) == 1 and not is_again:
+            observation.switch_off()
+
+    def _whole(self, modules: Mapping[int, nn.Module]) -> nn.Module:
+        """Return the outermost model that has these parts."""
+        return next(root for root, parts in self._models.items() if modules.items() <= parts.items())
+
+    def _norms_of(self, modules: Mapping[int, nn.Module], *, is_whole: bool) -> dict[nn.Module, int]:
+        """Return the norms that have errors, with their parts: RMSNorms of layers, or all norms if measured."""
+        chosen = is_norm if self._is_measured else is_rms_norm
+        found = {norm: part for part, module in modules.items() for norm in module.modules() if chosen(norm)}
+        if self._is_measured and is_whole:
+            outside = (norm for norm in self._whole(modules).modules() if chosen(norm) and norm not in found)
+            found |= dict.fromkeys(outside, self._outside)
+        return {norm: part for norm, part in found.items() if self.request.error_at(part) is not None}
+
+    @property
+    def _watches_norms(self) -> bool:
+        return isinstance(self.request.error, MeasuredError) and self.request.error.has_norms
+
+    def _note(self, what: str) -> None:
+        self.receipt.note(self.receipt.notes, what)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -271,8 +404,12 @@ class Audit:
             if (missing := pending.expected_gradients - pending.norm_gradients) > 0:
                 self.receipt.note(self.receipt.escapes, "the gradient of a norm's input", missing)
 
-    def _missed_norm(self, part: int) -> None:
-        self.receipt.note(self.receipt.escapes, f"a norm in {self._names[part]}")
+    def _wrong_norm(self, part: int, what: str | None) -> None:
+        where = f"a norm in {self._names[part]}"
+        if what is None:
+            self.receipt.note(self.receipt.escapes, where)
+        else:
+            self._note(f"{where} {what}")
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
@@ -285,10 +422,9 @@ class Audit:
             return function(*args, **kwargs)
         name = function.overloadpacket.__name__
         operator = name.removesuffix("_") if name.removesuffix("_") in self._recomputed else name
-        is_product = function.namespace in ("aten", "aqnpipe") and (
-            operator in self._recomputed or operator in UNPROVEN
-        )
-        if not is_product and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), _COMPOSITE):
+        namespace = "aqnpipe" if operator in (NORM, NORM_GRADIENT) else "aten"
+        is_product = function.namespace == namespace and (operator in self._recomputed or operator in UNPROVEN)
+        if not is_product and is_composite(function):
             with mode:
                 found = function.decompose(*args, **kwargs)
             if found is not NotImplemented:
@@ -296,45 +432,74 @@ class Audit:
         observation = self._local.current
         if observation is None:
             return function(*args, **kwargs)
+        if function.namespace == "aqnpipe" and name == MODULE_ERROR:
+            result = function(*args, **kwargs)
+            self._module(observation, args, result)
+            return result
         if not is_product:
             result = function(*args, **kwargs)
             self._classify(observation, function, name, args, kwargs, result)
             if self._is_quantized:
                 observation.weights.note(function, _tensors((args, dict(kwargs))), _tensors(result))
             return result
-        observation.norms += operator == "norm"
-        observation.norm_gradients += operator == "norm_gradient"
+        observation.norm_gradients += operator == NORM_GRADIENT
         is_in_place = operator != name
         arguments = arguments_of(function, args, kwargs, copies_first=is_in_place)
         result = function(*args, **kwargs)
+        if operator == NORM:
+            observation.norms, observation.latest_norm = observation.norms + 1, (args[0], result)
         is_into = is_in_place or function._overloadname.endswith("out")
         if is_into:
             arguments.pop("out", None)
-        self._product(observation, operator, arguments, result, is_into=is_into)
+        operations = 0
+        if self.request.counts_operations and not torch._C._current_autograd_node():
+            operations = operations_of(function, args, kwargs, result)
+            observation.operations += operations
+        if self._product(observation, operator, arguments, result, is_into=is_into):
+            observation.noised_operations += operations
+        if isinstance(result, Tensor):
+            observation.latest = result
         return result
+
+    def _module(self, observation: Observation, args: Any, result: Tensor) -> None:
+        """Compare the error on the input or output of a module."""
+        exact, place = args
+        requested = self.request.modules.get(place)
+        if requested is None:
+            self._note("a module had an error that was not requested")
+            return
+        passed, call = observation.module_call(place)
+        observation.module_results[place] = result
+        observation.with_module_error = exact
+        if passed is None:
+            return
+        key = self._key(requested.stream, passed, place)
+        with self.exactly():
+            found, seen = compare_module(requested, exact, result, Draws.of(key, call, 8), self._draws, self._samples)
+        cell = Cell(self.request.stream, requested.where, requested.operator, str(result.dtype).removeprefix("torch."))
+        self.receipt.add(cell, seen)
+        if self.on_compared is not None:
+            self.on_compared(cell, found, requested.error, result.dtype)
 
     def _classify(
         self, observation: Observation, function: Any, name: str, args: Any, kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Note an operation that may be a product without an error."""
-        here, selected = observation.stack[-1].part, self.request.selected
-        if (
-            (selected is not None and here not in selected)
-            or (function.namespace == "aten" and is_no_product(name))
-            or function.namespace in COLLECTIVES
-        ):
+        here = observation.stack[-1].part
+        if self.request.error_at(here) is None or function.namespace in COLLECTIVES:
             return
+        is_harmless = is_known(function) or (function.namespace == "aten" and is_no_product(name))
         if torch._C._current_autograd_node() is not None or here == self._outside:
-            found = None if is_known(function) else f"{function.namespace}.{name}"
+            found = None if is_harmless else f"{function.namespace}.{name}"
         else:
             inputs = _tensors((args, dict(kwargs)))
             # Sharded weights are other tensors in every pass, so they are known by their kind.
             observation.mode.parameters.start(value for value in inputs if isinstance(value, nn.Parameter))
-            found = escape(function, inputs, result, observation.mode.parameters, elementwise=False)
+            found = escape(
+                function, inputs, result, observation.mode.parameters, elementwise=False, is_harmless=is_harmless
+            )
             if self.request.elementwise and name == "_fused_rms_norm" and not observation.around_norms:
                 found = f"aten.{name}"
-            if found is not None and found.endswith(ON_A_MATRIX) and not name.startswith(MULTIPLIES):
-                found = None
         if found is not None:
             # It may compute with operators that are noised and not seen from here.
             observation.stack[-1].is_lost = True
@@ -342,12 +507,17 @@ class Audit:
 
     def _product(
         self, observation: Observation, operator: str, arguments: Mapping[str, Any], result: Any, *, is_into: bool
-    ) -> None:
+    ) -> bool:
+        """Compare a product with what was requested of it; return whether it was to have an error."""
         results = [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
         operands = [value for value in arguments.values() if isinstance(value, Tensor)]
         plain = all(value.layout == torch.strided and not value.is_meta for value in (*results, *operands))
+        if not plain and self.request.error_at(observation.stack[-1].part) is not None:
+            # Their kernels are not replaced.
+            where = self._names[observation.stack[-1].part]
+            self.receipt.note(self.receipt.escapes, f"aten.{operator} of tensors that are not dense in {where}")
         if not results or not plain or not results[0].is_floating_point():
-            return
+            return False
         node, here = torch._C._current_autograd_node(), observation.stack[-1]
         is_gradient = node is not None and not here.is_again and not torch.is_grad_enabled()
         passed, part, call, stream = here.passed, here.part, 0, 0
@@ -355,20 +525,24 @@ class Audit:
             number = node._sequence_nr()
             start, called = observation.start_of(number), observation.calls.get(number)
             if start is None or start.passed is None:
-                return
+                return False
             passed, part, call = called or (start.passed, start.part, start.visit * _VISIT + number - start.node)
         phase = "backward" if is_gradient else self.request.stream
         cell = Cell(phase, self._names[part], operator, str(results[0].dtype).removeprefix("torch."))
         if self._is_quantized:
-            self._quantized_product(observation, cell, part, arguments, results[0], is_gradient)
-            return
-        if is_gradient and called is None and part == self._outside:
-            # Of a product behind the pass, which was not observed; its call is not known.
+            return self._quantized_product(observation, cell, part, arguments, results[0], is_gradient)
+        error: Any = self.request.error_at(part)
+        if error is None or (is_gradient and not self.request.backward):
+            self._exact_product(cell, operator, arguments, result)
+            return False
+        is_noised = self._is_noised(operator, arguments, part, is_gradient)
+        if not is_noised or (is_gradient and called is None and part == self._outside):
+            # The latter is of a product behind the pass, which was not observed; its call is not known.
             self.receipt.add(cell, Seen(products=1))
-            return
-        if not self._is_noised(operator, arguments, part, is_gradient):
-            self.receipt.add(cell, Seen(products=1))
-            return
+            return is_noised
+        if type(error) is LayerErrors:
+            name, error = operator_name(operator, error, observation, here, part == self._outside)
+            cell = cell._replace(operator=f"{machine_name(operator)}.{name}")
         if is_gradient:
             observation.nth = observation.nth + 1 if observation.node == number else 0
             observation.node, stream = number, (_OTHER_NODES if called is None else 1) + observation.nth
@@ -377,14 +551,14 @@ class Audit:
             call = here.calls
             if here.is_lost:
                 self.receipt.add(cell, Seen(products=1))
-                return
+                return True
             if torch.is_grad_enabled():
                 # The node of an operator is made just before it runs; one without a node finds that of another.
                 observation.calls.setdefault(torch.autograd._get_sequence_nr() - 1, (passed, part, call))
             if node is not None and not here.is_again:
                 # A checkpointed function outside the parts is computed again; its place is not known.
                 self.receipt.add(cell, Seen(products=1))
-                return
+                return True
         key = self._key(phase, passed, part)
         sampled = self._sample_of(operator, arguments, result)
         if operator == "_softmax_backward_data" and sampled == [None]:
@@ -397,9 +571,19 @@ class Audit:
                 numbered = numbered_in_order(found, results[nth]) if is_into else found
                 draws = Draws.of(key, call, stream + nth)
                 with self.exactly():
-                    seen = compare(numbered, self.request.error, draws, results[nth].dtype)
+                    seen = compare(numbered, error, draws, results[nth].dtype)
                 self.receipt.add(cell, seen)
+                if self.on_compared is not None:
+                    self.on_compared(cell, found, error, results[nth].dtype)
         observation.nth += len(sampled) - 1 if is_gradient else 0
+        return True
+
+    def _exact_product(self, cell: Cell, operator: str, arguments: Mapping[str, Any], result: Any) -> None:
+        """Compare a product of which no error was requested with the exact one."""
+        self.receipt.add(cell, Seen(products=1))
+        for found in self._sample_of(operator, arguments, result) if self.checks_exact else ():
+            if found is not None:
+                self.receipt.add(cell, compare_exact(found))
 
     def _quantized_product(
         self,
@@ -409,38 +593,43 @@ class Audit:
         arguments: Mapping[str, Any],
         result: Tensor,
         is_gradient: bool,
-    ) -> None:
-        """Compare a product with that of its quantized operands."""
-        error, selected = self.request.error, self.request.selected
+    ) -> bool:
+        """Compare a product with that of its quantized operands; return whether it has any."""
+        error = self.request.error_at(part)
         operands = [value for value in arguments.values() if isinstance(value, Tensor)]
         operands = operands[machine_name(cell.operator) != cell.operator :][:2]
+        if not isinstance(error, FakeQuantization):
+            if not is_gradient:
+                self._exact_product(cell, cell.operator, arguments, result)
+            return False
         self.receipt.add(cell, Seen(products=1))
-        if not isinstance(error, FakeQuantization) or (selected is not None and part not in selected):
-            return
         observation.weights.note(None, operands, ())
         factors = observation.weights.factors(error, operands, is_gradient)
         if factors is None:
-            return
+            return False
         copies = [operand for operand in operands if observation.weights.is_copy(operand)]
         if copies or machine_name(cell.operator) not in ("mm", "bmm", "mv", "_grouped_mm"):
             what = f"aten.{cell.operator} with {'a copy of a weight' if copies else 'a weight'} in {cell.place}"
             self.receipt.note(self.receipt.escapes, what)
-            return
+            return False
         (sampled,) = self._sample_of(cell.operator, arguments, result)
         offsets = arguments.get("offs")
         is_of_rows = offsets is None or [operand.dim() for operand in operands] == [2, 3]
         if sampled is not None and result.dim() > 1 and is_of_rows:
             found = with_rounded_factors(sampled, result, factors, error, is_gradient, offsets)
             self.receipt.add(cell, compare(found, error, Draws.of(0, 0, 0), result.dtype))
+            if self.on_compared is not None:
+                self.on_compared(cell, found, error, result.dtype)
+        return True
 
     def _is_noised(self, operator: str, arguments: Mapping[str, Any], part: int, is_gradient: bool) -> bool:
         request = self.request
-        if (is_gradient and not request.backward) or (request.selected is not None and part not in request.selected):
+        if (is_gradient and not request.backward) or request.error_at(part) is None:
             return False
         if request.operators is not None and machine_name(operator) not in request.operators:
             return False
         if operator in ELEMENTWISE:
-            return part != self._outside
+            return part != self._outside or self._is_measured
         return is_gradient or part != self._outside or num_terms(operator, arguments) != 1
 
     def observe_outside(
@@ -450,19 +639,27 @@ class Audit:
 
         The first ones, then every 64th. Within an observed pass they are seen from above.
         """
-        if self._local.current is not None:
+        current = self._local.current
+        if current is not None and current.is_on:
             return
         self._num_outside += 1
         number = self._num_outside
         if number & (number - 1) and number % _EVERY_OUTSIDE:
             return
-        sampled, error = self._sample_of(operator, dict(enumerate(factors)), result), self.request.error
+        sampled, error = (
+            self._sample_of(operator, dict(enumerate(factors)), result),
+            self.request.error_at(self._outside),
+        )
+        if not isinstance(error, AppliedError):
+            return
         cell = Cell(phase, OUTSIDE, operator, str(result.dtype).removeprefix("torch."))
         for found in sampled:
             with self.exactly():
                 seen = Seen() if found is None else compare(found, error, Draws.of(*source), result.dtype)
             seen.products = 1
             self.receipt.add(cell, seen)
+            if found is not None and self.on_compared is not None:
+                self.on_compared(cell, found, error, result.dtype)
 
     def _sample_of(self, operator: str, arguments: Arguments, result: Any) -> list[Sampled | None]:
         """Return recomputed samples of an operator's noised results, in the order in which it noised them."""

@@ -3,9 +3,10 @@
 import numpy as np
 import torch
 
+from aqnpipe.config.measured_noise import OperatorError
 from aqnpipe.config.noise import AbsoluteGaussian, AppliedError, FakeQuantization, RelativeGaussian, requested_size
 from aqnpipe.config.own_noise import OwnError
-from aqnpipe.noise.audit.expected_values import deviations, expected_values
+from aqnpipe.noise.audit.expected_values import deviations, expected_values, measured_size
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray
 from aqnpipe.proof.receipt import Seen
 from aqnpipe.proof.recompute import Sampled
@@ -17,11 +18,12 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
     """Compare sampled elements of a result of `dtype` with what `error` makes of the exact values."""
     if sampled.expected is not None or isinstance(error, FakeQuantization):
         return _compare_expected(sampled, sampled.exact if sampled.expected is None else sampled.expected)
-    is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian | OwnError)
+    is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian | OwnError | OperatorError)
     exact, slack, found = sampled.exact, sampled.slack, sampled.found
     usable = np.isfinite(exact) & np.isfinite(found)
     low, middle, high = (
-        expected_values(exact + change, error, dtype, draws, sampled.numbers) for change in (-slack, 0.0, slack)
+        expected_values(exact + change, error, dtype, draws, sampled.numbers, sampled.input_rms)
+        for change in (-slack, 0.0, slack)
     )
     expected, allowed = middle
     spread = np.maximum(np.abs(low[0] - expected), np.abs(high[0] - expected))
@@ -33,6 +35,9 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
     is_relative = isinstance(error, RelativeGaussian) or (isinstance(error, OwnError) and error.quantity == "relative")
     scale = requested_size(error) if is_relative else None
     unit = (np.abs(exact) + (slack + sampled.after) / scale + _TINY)[usable] if scale else 1.0
+    if isinstance(error, OperatorError):
+        size = error.multiple * measured_size(error.figures, exact, sampled.input_rms)[usable]
+        unit = size + (slack + sampled.after)[usable] + _TINY
     if isinstance(error, OwnError):
         # The function computes in float32; the rounding of its argument is no error.
         expected = np.where(np.abs(expected - exact) <= 2.0**-22 * np.abs(exact), exact, expected)
@@ -46,6 +51,18 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
         expected_squared=float((requested * requested).sum()) if is_random else 0.0,
         found_squared=float((seen * seen).sum()),
         error_squared=_error_squared(exact[usable], expected[usable], error) if isinstance(error, OwnError) else 0.0,
+    )
+
+
+def compare_exact(sampled: Sampled) -> Seen:
+    """Compare elements of a result of which no error was requested with the exact values."""
+    usable = np.isfinite(sampled.exact) & np.isfinite(sampled.found)
+    allowed = (sampled.slack + sampled.after + _TINY)[usable]
+    deviation = np.abs(sampled.found - sampled.exact)[usable] / allowed
+    return Seen(
+        compared=int(usable.sum()),
+        wrong=int((deviation > 1).sum()),
+        largest_difference=float((np.abs(sampled.found - sampled.exact)[usable] * (deviation > 1)).max(initial=0.0)),
     )
 
 

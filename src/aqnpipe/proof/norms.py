@@ -4,36 +4,49 @@ A machine passes the result of an RMSNorm, which is no operator, through an oper
 right is seen there like any other; that it was called at all is seen here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.models.layout import is_rms_norm
 from aqnpipe.models.parts import PlaceHook
-from aqnpipe.proof.observation import Observation
+from aqnpipe.proof.observation import NormCall, Observation, is_same
+
+NORM, NORM_GRADIENT = "norm", "norm_gradient"
+"""Operators of the package `aqnpipe`."""
+
+Wrong = Callable[[int, str | None], None]
+"""Called with the part of a norm and what is wrong with its error; None if it has none."""
 
 
 def watch_norms(
-    observation: Observation, modules: Mapping[int, nn.Module], backward: bool, missed: Callable[[int], None]
+    observation: Observation,
+    norms: Mapping[nn.Module, int],
+    backward: bool,
+    wrong: Wrong,
+    followed: Container[nn.Module] = (),
 ) -> list[Any]:
-    """Register the hooks and return their handles; `missed` gets the part of every call without the operator."""
+    """Register the hooks of norms, with the part of each, and return their handles.
+
+    `followed`: norms of which the operator must get what they compute, and its result be what they return.
+    """
     handles: list[Any] = []
-    for part, module in modules.items():
-        for norm in module.modules():
-            if is_rms_norm(norm):
-                enter, leave = partial(_enter, observation, backward), partial(_leave, observation, missed, part)
-                handles.append(norm.register_forward_pre_hook(PlaceHook(enter), with_kwargs=True))
-                handles.append(norm.register_forward_hook(PlaceHook(leave), always_call=True))
+    for norm, part in norms.items():
+        enter = partial(_enter, observation, backward)
+        leave = partial(_leave, observation, wrong, part, norm in followed)
+        handles.append(norm.register_forward_pre_hook(PlaceHook(enter), with_kwargs=True))
+        handles.append(norm.register_forward_hook(PlaceHook(partial(_computed, observation)), prepend=True))
+        handles.append(norm.register_forward_hook(PlaceHook(leave), always_call=True))
     return handles
 
 
 def _enter(observation: Observation, backward: bool, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     if not observation.is_on:
         return
-    observation.around_norms.append(observation.norms)
+    observation.around_norms.append(NormCall(observation.norms))
+    observation.uncalled_norms.pop(module, None)
     if backward and torch.is_grad_enabled():
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         for value in inputs[:1]:
@@ -44,8 +57,27 @@ def _note_gradient(observation: Observation, gradient: Tensor) -> None:
     observation.expected_gradients += observation.is_on
 
 
+def _computed(observation: Observation, module: nn.Module, args: Any, output: Any) -> None:
+    if observation.around_norms:
+        observation.around_norms[-1].own = output
+
+
 def _leave(
-    observation: Observation, missed: Callable[[int], None], part: int, module: nn.Module, args: Any, output: Any
+    observation: Observation, wrong: Wrong, part: int, is_followed: bool, module: nn.Module, args: Any, output: Any
 ) -> None:
-    if observation.around_norms and observation.around_norms.pop() == observation.norms and output is not None:
-        missed(part)
+    if not observation.around_norms:
+        return
+    call = observation.around_norms.pop()
+    if output is None:
+        return
+    calls, latest = observation.norms - call.before, observation.latest_norm
+    if observation.around_norms:
+        observation.around_norms[-1].before += calls
+    if calls != 1:
+        wrong(part, f"has its error {calls} times" if calls else None)
+    elif is_followed and latest is not None:
+        exact, result = latest
+        # Noise on a module comes behind, and gets the result.
+        is_used = is_same(result, output) or is_same(result, observation.with_module_error)
+        if not is_same(exact, call.own) or not is_used:
+            wrong(part, "has an error that is not on its result, or that the program does not use")

@@ -1,11 +1,14 @@
 """What an audit observes of one pass, and of the backward pass through its graph."""
 
+import threading
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aqnpipe.noise.audit.classification import MatrixParameters
@@ -24,11 +27,29 @@ class Start(NamedTuple):
 class Visit:
     """A visit of a part; `calls` counts its operators. What follows an unknown operator in it is lost."""
 
-    __slots__ = ("calls", "is_again", "is_lost", "part", "passed")
+    __slots__ = ("calls", "is_again", "is_lost", "others", "part", "passed")
 
     def __init__(self, passed: int, part: int, calls: int, is_again: bool) -> None:
         self.passed, self.part, self.calls, self.is_again = passed, part, calls, is_again
         self.is_lost = False
+        # Products of no linear module.
+        self.others = 0
+
+
+class NormCall:
+    """A call of a norm: `before` results of norms had been seen; `own`: what its own code returned."""
+
+    __slots__ = ("before", "own")
+
+    def __init__(self, before: int) -> None:
+        self.before = before
+        self.own: Any = None
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two tensors have the same memory."""
+    are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return are_tensors and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class Observation:
@@ -37,8 +58,9 @@ class Observation:
     `kind` is that of a pass observed as a whole, None if single parts are observed.
     """
 
-    def __init__(self, observe: "Observe", kind: tuple[int, bool, bool] | None, passed: int, outside: int) -> None:
+    def __init__(self, observe: "Observe", kind: str | None, passed: int, outside: int) -> None:
         self.mode = Mode(observe)
+        self.thread = threading.get_ident()
         self.kind = kind
         self.passed = passed
         self.is_on = False
@@ -50,9 +72,35 @@ class Observation:
         self.node = -1
         self.nth = 0
         self.weights = Weights()
-        # Norms that are modules: results and gradients seen, results seen before each that runs, gradients to be seen.
+        # Norms that are modules: results and gradients seen, calls that run, gradients to be seen.
         self.norms = self.norm_gradients = self.expected_gradients = 0
-        self.around_norms: list[int] = []
+        self.around_norms: list[NormCall] = []
+        self.uncalled_norms: dict[nn.Module, int] = {}
+        # The latest norm's value before and after its error, and the latest value that got an error on a module.
+        self.latest_norm: tuple[Tensor, Tensor] | None = None
+        self.with_module_error: Tensor | None = None
+        self.operations = self.noised_operations = 0
+        self.names: list[str] = []
+        # Of the product that was observed last.
+        self.latest: Tensor | None = None
+        self.module_results: dict[int, Tensor] = {}
+        self.module_calls: Counter[tuple[int, int, bool]] = Counter()
+
+    def module_call(self, place: int) -> tuple[int | None, int]:
+        """Return the pass of this call of a place with an error on a module, and its number in the pass from 0.
+
+        The pass is None if a backward pass computes a layer of a pass again that was not observed.
+        """
+        node = torch._C._current_autograd_node()
+        start = None if node is None else self.start_of(node._sequence_nr())
+        passed = self.passed if node is None else start and start.passed
+        key = -1 if passed is None else passed, place, node is not None
+        self.module_calls[key] += 1
+        return passed, self.module_calls[key] - 1
+
+    def calls_of(self, place: int) -> int:
+        """Return how often a place with an error on a module was called."""
+        return sum(calls for (_, called, _), calls in self.module_calls.items() if called == place)
 
     def start_of(self, node: int) -> Start | None:
         """Return where the forward pass was when it made a node; None for nodes of other passes."""
@@ -87,6 +135,9 @@ class Observation:
         for handle in self.handles:
             handle.remove()
         self.handles = []
+        self.latest = None
+        self.module_results.clear()
+        self.latest_norm = self.with_module_error = None
 
 
 class Mode(TorchDispatchMode):

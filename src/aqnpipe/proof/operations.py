@@ -1,9 +1,13 @@
 """Operators as the audit sees them: which multiply no matrices, and the arguments of a call by name."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from aqnpipe.device import dispatch_keys
 
 NO_PRODUCTS_OF_BACKWARD = frozenset(
     {
@@ -12,6 +16,7 @@ NO_PRODUCTS_OF_BACKWARD = frozenset(
         *("_amp_foreach_non_finite_check_and_unscale_", "_chunk_cat", "_fused_rms_norm_backward"),
         *("_log_softmax_backward_data", "_softmax_backward_data", "_weight_norm_interface_backward"),
         *("binary_cross_entropy_with_logits", "cumsum_backward", "embedding_dense_backward"),
+        *("mish_backward", "native_channel_shuffle"),
         *("empty_permuted", "gelu_backward", "index_put", "isfinite", "log_sigmoid_backward"),
         *("log_sigmoid_forward", "logsumexp", "masked_fill", "max_pool2d_with_indices"),
         *("native_dropout_backward", "native_group_norm_backward", "native_layer_norm_backward"),
@@ -31,10 +36,6 @@ NO_PRODUCTS_BY_PREFIX = (
 """Beginnings of the names of such operations: pooling, padding, resizing, other norms and losses."""
 
 
-ON_A_MATRIX = " on a weight matrix"
-MULTIPLIES = ("mul", "addcmul", "div")
-"""Operators of which a product with a weight could be written as a sum."""
-
 COLLECTIVES = frozenset({"_c10d_functional", "c10d", "fsdp"})
 """Namespaces of operations that move tensors between processes."""
 
@@ -47,6 +48,12 @@ def arguments_of(function: Any, args: Any, kwargs: Mapping[str, Any], *, copies_
     if copies_first:
         found[schema[0].name] = found[schema[0].name].clone()
     return found
+
+
+def is_composite(function: Any) -> bool:
+    """Return whether an operator computes with others; one that has a kernel of a backend as well does not."""
+    has_kernel = partial(torch._C._dispatch_has_kernel_for_dispatch_key, function.name())
+    return has_kernel("CompositeImplicitAutograd") and not any(map(has_kernel, dispatch_keys()))
 
 
 def machine_name(operator: str) -> str:

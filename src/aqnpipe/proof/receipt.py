@@ -2,14 +2,14 @@
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 
-from aqnpipe.config.noise import AppliedError
+from aqnpipe.config.noise import AppliedError, MeasuredError
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ReceiptError
 from aqnpipe.proof.elementwise import ELEMENTWISE
@@ -37,7 +37,8 @@ class Seen:
     deviation is a multiple of what rounding explains. `found_expected` and its neighbours are sums of products of the
     found error (what was found less the exact value) and the expected one; relative errors are divided by the value, so
     that no large element decides alone. `error_squared` is that of a user's own error, in the quantity that was
-    announced.
+    announced. `compared`: elements of which no error was requested, compared with the exact ones; `largest_difference`
+    is the largest that rounding does not explain.
     """
 
     products: int = 0
@@ -48,13 +49,14 @@ class Seen:
     expected_squared: float = 0.0
     found_squared: float = 0.0
     error_squared: float = 0.0
+    compared: int = 0
+    largest_difference: float = 0.0
 
     def add(self, other: "Seen") -> None:
         """Add the sums of another part of the same cell."""
-        largest = max(self.largest_deviation, other.largest_deviation)
         for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-        self.largest_deviation = largest
+            own, added = getattr(self, field.name), getattr(other, field.name)
+            setattr(self, field.name, max(own, added) if field.name.startswith("largest_") else own + added)
 
     @property
     def size(self) -> float | None:
@@ -83,9 +85,11 @@ class Requested(NamedTuple):
     own: OwnError | None = None
 
 
-def described(error: AppliedError) -> str:
+def described(error: AppliedError | MeasuredError | None) -> str:
     """Return an error model in words."""
-    settings = error.model_dump(exclude={"kind"}, exclude_none=True)
+    if error is None:
+        return "no error"
+    settings = error.model_dump(exclude={"kind", "figures"}, exclude_none=True)
     values = [
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in settings.items()
     ]
@@ -99,7 +103,7 @@ class MachineReceipt:
         self.requested = requested
         # The audit's own: which passes it observes, and which elements.
         self.draws = draws
-        self.audited_kinds: set[tuple[int, bool, bool]] = set()
+        self.audited_kinds: set[str] = set()
         self.cells: dict[Cell, Seen] = {}
         self._lock = threading.Lock()
         self.counts: dict[tuple[str, str, str], int] = {}
@@ -108,6 +112,8 @@ class MachineReceipt:
         self.passes = self.gradient_passes = 0
         self.backward_passes = 0
         self.audited_passes = 0
+        self.has_backward = False
+        self.operations: tuple[int, int] | None = None
 
     def add(self, cell: Cell, seen: Seen) -> None:
         """Add what was seen of a cell."""
@@ -150,7 +156,10 @@ class MachineReceipt:
         names = [field.name for field in fields(Seen)]
         rows = [(*cell, *astuple(seen), seen.size) for cell, seen in sorted(self.cells.items())]
         schema: dict[str, Any] = {**dict.fromkeys(Cell._fields, pl.String)}
-        schema |= {name: pl.Float64 if name not in ("products", "recomputed", "wrong") else pl.Int64 for name in names}
+        schema |= {
+            name: pl.Float64 if name not in ("products", "recomputed", "wrong", "compared") else pl.Int64
+            for name in names
+        }
         return pl.DataFrame(rows, schema=schema | {"size": pl.Float64}, orient="row")
 
     def problems(self) -> list[str]:
@@ -189,19 +198,27 @@ class MachineReceipt:
         ):
             yield "no softmax, activation or norm had the requested error; expected a model with layers that have some"
 
-    def _wrong(self) -> Iterable[str]:
+    def wrong_values(self, phase: str) -> Iterator[str]:
+        """Yield one line per operator and place of a phase whose values or sizes are not the requested ones."""
         for cell, seen in sorted(self.cells.items()):
-            where = f"{cell.phase}: {cell.operator} in {cell.place} ({cell.dtype})"
-            if seen.wrong:
-                times = "" if seen.size is None else f", whose error is {seen.size:.2f} times the requested one"
-                yield f"{where}: {seen.wrong} of {seen.recomputed} recomputed values are not the requested ones{times}"
-        for (phase, operator, dtype), seen in sorted(self._by_operator().items()):
+            if cell.phase != phase or not seen.wrong:
+                continue
+            where = f"{cell.operator} in {cell.place} ({cell.dtype})"
+            if not seen.recomputed:
+                yield f"{where}: {seen.wrong} of {seen.compared} values are not exact, no noise was requested"
+                continue
+            times = "" if seen.size is None else f", whose error is {seen.size:.2f} times the requested one"
+            yield f"{where}: {seen.wrong} of {seen.recomputed} recomputed values are not the requested ones{times}"
+        for (of_phase, operator, dtype), seen in sorted(self._by_operator().items()):
             size = seen.size
-            if not seen.wrong and size is not None:
+            if of_phase == phase and not seen.wrong and size is not None:
                 allowed = _SLOPE_TOLERANCE + _STANDARD_ERRORS * seen.size_error
                 if abs(size - 1) > allowed:
-                    yield f"{phase}: {operator} ({dtype}): the error found is {size:.2f} times the requested one"
+                    yield f"{operator} ({dtype}): the error found is {size:.2f} times the requested one"
 
+    def _wrong(self) -> Iterable[str]:
+        for phase in sorted({cell.phase for cell in self.cells}):
+            yield from (f"{phase}: {line}" for line in self.wrong_values(phase))
         for phase, dtype in sorted({(cell.phase, cell.dtype) for cell in self.cells}):
             whole = _sum(seen for cell, seen in self.cells.items() if (cell.phase, cell.dtype) == (phase, dtype))
             if whole.expected_squared > 0 and whole.size_error > _RESOLVED:

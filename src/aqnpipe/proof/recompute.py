@@ -20,7 +20,9 @@ class Sampled(NamedTuple):
 
     `after` is the slack of what an operator does with its product after the error, such as adding a bias. `row`: the
     elements are whole rows of that length, which became distributions after the error; 0 for single elements.
-    `expected`: the values that are requested, where the error is of the operands.
+    `expected`: the values that are requested, where the error is of the operands. `input_rms`: root mean square of the
+    row of the first factor that each element is of. `plain`: the values as an operator without an error gives them, if
+    they are rounded more than once.
     """
 
     numbers: IntArray
@@ -30,6 +32,8 @@ class Sampled(NamedTuple):
     after: FloatArray | float = 0.0
     row: int = 0
     expected: FloatArray | None = None
+    input_rms: FloatArray | None = None
+    plain: FloatArray | None = None
 
 
 Arguments = Mapping[Any, Any]
@@ -60,9 +64,9 @@ def _matmul(first: Tensor, second: Tensor, result: Tensor, rng: np.random.Genera
     rows, columns = _factors(first, second, place)
     terms = rows * columns
     exact, magnitude = terms.sum(-1), np.abs(terms).sum(-1)
-    return Sampled(
-        in_memory(result, place), exact, _rounding(magnitude, terms.shape[-1], result.dtype), at(result, place)
-    )
+    slack = _rounding(magnitude, terms.shape[-1], result.dtype)
+    input_rms = np.broadcast_to(np.sqrt((rows**2).mean(-1)), exact.shape)
+    return Sampled(in_memory(result, place), exact, slack, at(result, place), input_rms=input_rms)
 
 
 def _factors(first: Tensor, second: Tensor, place: tuple[IntArray, ...]) -> tuple[FloatArray, FloatArray]:
@@ -88,12 +92,26 @@ def _sum(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: 
     return [_without_constant(product, constant, alpha, result.dtype)]
 
 
+def _whole_sum(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+    """Return samples of a sum with a product, whose error includes what is added."""
+    (inside,) = _sum(arguments, result, rng, count)
+    if inside is None:
+        return [None]
+    alpha, place = float(arguments.get("alpha", 1)), place_of(result, inside.numbers)
+    found = at(result, place)
+    constant = found - alpha * inside.found
+    slack = abs(alpha) * (inside.slack + inside.after)
+    return [inside._replace(exact=alpha * inside.exact + constant, slack=slack, found=found, after=0.0, plain=None)]
+
+
 def _without_constant(sampled: Sampled, constant: FloatArray, alpha: float, dtype: torch.dtype) -> Sampled:
     """Return samples of the product inside `alpha * product + constant`, whose roundings add to the slack."""
     half = torch.finfo(dtype).eps
     found = (sampled.found - constant) / alpha
     rounding = half * (np.abs(sampled.found) + np.abs(constant) + np.abs(alpha * sampled.exact)) / abs(alpha)
-    return sampled._replace(found=found, after=2 * rounding)
+    product = rounded(alpha * rounded(sampled.exact, dtype), dtype)
+    plain = (rounded(product + constant, dtype) - constant) / alpha
+    return sampled._replace(found=found, after=2 * rounding, plain=plain)
 
 
 def numbered_in_order(sampled: Sampled, result: Tensor) -> Sampled:
@@ -289,6 +307,11 @@ def wide(tensor: Tensor) -> FloatArray:
     return tensor.detach().to("cpu", torch.float64, copy=True).numpy()
 
 
+def rounded(values: FloatArray, dtype: torch.dtype) -> FloatArray:
+    """Return values as numbers of `dtype`."""
+    return wide(torch.from_numpy(values).to(dtype))
+
+
 def at(tensor: Tensor, place: tuple[IntArray, ...]) -> FloatArray:
     """Return the elements of a tensor at `place`, one array of indices per dimension."""
     found = tensor[tuple(torch.from_numpy(np.asarray(axis)) for axis in place)] if place else tensor
@@ -345,6 +368,9 @@ RECOMPUTED: dict[str, Recompute] = {
     "convolution": _convolution,
 }
 """How the noised results of each operator are recomputed. What is missing here is counted as unproven."""
+
+WHOLE_SUMS = dict.fromkeys(("addmm", "baddbmm", "addmv"), _whole_sum)
+"""How they are recomputed where the error includes what is added."""
 
 UNPROVEN = frozenset({"_scaled_mm", "_int_mm", "addbmm", "_addmm_activation", "convolution_backward"})
 """Operators with an error that nothing here recomputes."""

@@ -8,8 +8,8 @@ tests/training/test_trl_contract.py pins their signatures.
 import math
 import operator
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from aqnpipe.config.noise import Phase
 from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import adapters_off, has_adapters
 from aqnpipe.models.sharding import average_whole_gradients, shard_model, split_groups
 from aqnpipe.models.shares import is_sharded
 from aqnpipe.noise.aqn import noised_actor
-from aqnpipe.noise.audit.phase_audit import audited_backward
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
@@ -85,8 +85,6 @@ class NoisyGRPOTrainer(GRPOTrainer):
             reference: Any = getattr(self, "ref_model", None)
             if reference is not None:
                 shard_model(reference, self.accelerator.device, is_trained=False)
-        self._plain_backward = self.accelerator.backward
-        self.accelerator.backward = self._audited_backward
         if kl_coefficient and has_adapters(model):
             args.beta = self.beta = kl_coefficient
             self.ref_model = BaseWeights()
@@ -100,10 +98,6 @@ class NoisyGRPOTrainer(GRPOTrainer):
     def policy(self) -> Any:
         """The network itself, without the wrapper of data parallelism."""
         return self.accelerator.unwrap_model(self.model)
-
-    def _audited_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        with audited_backward(self.policy, self.noise_plan.recorder):
-            self._plain_backward(loss, **kwargs)
 
     def _key(self, micro_step: int = 0) -> NoiseKey:
         return NoiseKey(
@@ -179,9 +173,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
                 input_ids.shape[1] - logits_to_keep + group.completion,
             )
             ids, mask = input_ids[group.rows][:, columns], attention_mask[group.rows][:, columns]
-            values, _ = self._log_probabilities(
-                model, phase, ids, mask, group.completion, compute_entropy=False, micro_step=first + index
-            )
+            with self._phase(model, phase, micro_step=first + index) as network:
+                values, _ = self._computed(network, ids, mask, group.completion, compute_entropy=False)
             found[group.rows, : group.completion] = values
         return found, None, None
 
@@ -205,15 +198,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, None]:
         """Return log-probabilities and entropies of a micro-batch, whose sampler the policy is compared with."""
         place, accumulation = self._step % self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        log_probabilities, entropies = self._log_probabilities(
-            model,
-            "actor_forward",
-            input_ids,
-            attention_mask,
-            logits_to_keep,
-            compute_entropy,
-            micro_step=self._step % accumulation + self._micro_step,
-        )
+        log_probabilities, entropies = self._computed(model, input_ids, attention_mask, logits_to_keep, compute_entropy)
         if place < accumulation:
             self._compare_with_sampler(
                 log_probabilities.detach(), self._micro_batches[place], place + 1 == accumulation
@@ -231,21 +216,13 @@ class NoisyGRPOTrainer(GRPOTrainer):
             for name, value in self._sampler_distance.settle().items():
                 self._metrics["train"][name].append(value)
 
-    def _log_probabilities(
-        self,
-        model: Any,
-        phase: Phase,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        compute_entropy: bool,
-        micro_step: int,
-    ) -> tuple[Tensor, Tensor | None]:
+    @contextmanager
+    def _phase(self, model: Any, phase: Phase, micro_step: int, *, backward: bool = False) -> Iterator[Any]:
+        """Run a phase of `model` in the body, with the backward pass if there is one; yield what is to be called."""
         adapted = isinstance(model, BaseWeights)
         model = self.model if adapted else model
         network, plan = self.accelerator.unwrap_model(model), self.noise_plan
-        is_actor = phase == "actor_forward"
-        aqn, sigma = plan.spec.aqn if is_actor else None, plan.sigma(self.state.global_step)
+        aqn, sigma = plan.spec.aqn if phase == "actor_forward" else None, plan.sigma(self.state.global_step)
         with (
             adapters_off(network) if adapted else nullcontext(),
             noised_actor(aqn, plan.aqn_factors, plan.recorder, sigma) as hidden_sigmas,
@@ -256,16 +233,21 @@ class NoisyGRPOTrainer(GRPOTrainer):
                 self._key(micro_step),
                 plan.recorder,
                 faults=plan.faults,
-                backward=is_actor and torch.is_grad_enabled(),
+                backward=backward,
                 hidden_sigmas=hidden_sigmas,
             ),
         ):
-            output = model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                logits_to_keep=logits_to_keep + 1,
-                use_cache=False,
-            )
+            yield model
+
+    def _computed(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, compute_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        output = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            logits_to_keep=logits_to_keep + 1,
+            use_cache=False,
+        )
         # bfloat16 has only two digits for a log-probability near -1: ratios and KL would be mostly rounding error.
         logits = output.logits[:, :-1].float() / self.temperature
         log_probabilities = selective_log_softmax(logits, input_ids[:, -logits_to_keep:])
@@ -292,7 +274,11 @@ class NoisyGRPOTrainer(GRPOTrainer):
         losses = []
         for self._micro_step, batch in enumerate(batches):
             is_last = self._micro_step == len(batches) - 1
-            with nullcontext() if is_last else self.accelerator.no_sync(model):
+            micro_step = self._step % self.args.gradient_accumulation_steps + self._micro_step
+            with (
+                nullcontext() if is_last else self.accelerator.no_sync(model),
+                self._phase(model, "actor_forward", micro_step, backward=True),
+            ):
                 with self.compute_loss_context_manager():
                     loss = self.compute_loss(model, batch)
                 self.accelerator.backward(loss)

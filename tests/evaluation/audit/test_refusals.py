@@ -249,7 +249,7 @@ CASES = {
     "one noise seed for all": (
         "NoiseKey",
         of_first_seed,
-        "are not those of seed 4, step 0|keyed by noise seed 3, step 0, expected noise seed 4",
+        "keyed by seed 3, requested 4|keyed by noise seed 3, step 0, expected noise seed 4",
     ),
     "graded with other golds": ("score", graded_with_the_prompt, "stored grade is not that of its response and gold"),
     "rows labelled with another level": ("score", labelled, "labelled with another noise level"),
@@ -361,11 +361,11 @@ def test_a_prefix_of_other_tokens_is_refused(run, tmp_path, monkeypatch):
 
 
 def test_draws_of_noise_that_ignore_the_seed_are_refused(run, tmp_path, monkeypatch):
-    from aqnpipe.noise.injection import phase_state
+    from aqnpipe.machine import machine
 
-    derive = phase_state.derive_seed
-    monkeypatch.setattr(phase_state, "derive_seed", lambda seed, *rest: derive(0, *rest))
-    refused(run, tmp_path, "random numbers are not those of seed 3|noise seeds 3 and 4 gave the same noise")
+    derive = machine.derive_seed
+    monkeypatch.setattr(machine, "derive_seed", lambda seed, *rest: derive(0, *rest))
+    refused(run, tmp_path, "recomputed values are not the requested ones|noise seeds 3 and 4 gave the same noise")
 
 
 def test_the_questions_must_be_the_first_ones(run, tmp_path, monkeypatch):
@@ -413,10 +413,10 @@ def test_the_pass_of_another_generator_is_refused(run, tmp_path, monkeypatch):
     """The keys of the noise are shifted by one batch in the generator itself."""
     whole = TransformersPasses.generate
     monkeypatch.setattr(
-        TransformersPasses, "generate", lambda self, p, s, key: whole(self, p, s, replace(key, step=key.step + 1))
+        TransformersPasses, "generate", lambda self, p, s, key: whole(self, p, s, key._replace(step=key.step + 1))
     )
     refused(
-        run, tmp_path, "keyed by noise seed 3, step 1, expected noise seed 3, step 0|are not those of seed 3, step 0"
+        run, tmp_path, "keyed by noise seed 3, step 1, expected noise seed 3, step 0|the key of its noise is used twice"
     )
 
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.audit.random_numbers import Draws, Position, key_at, key_at_step, normals
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.kernels.gaussian import standard_normal
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
@@ -29,7 +29,7 @@ def test_two_derivations_give_the_same_key(seed, step, micro_step, rank, forward
 
 def test_every_field_of_the_position_changes_the_key():
     """What the audit compares with must itself depend on everything that a key must depend on."""
-    base = Position(*NoiseKey(seed=1, step=2, micro_step=3, rank=4).__dict__.values(), forward=5)
+    base = Position(*NoiseKey(seed=1, step=2, micro_step=3, rank=4), forward=5)
     keys = {key_at(base, "rollout", 6), key_at(base, "reference", 6), key_at(base, "rollout", 7)}
     for name in base._fields:
         keys.add(key_at(base._replace(**{name: 9}), "rollout", 6))

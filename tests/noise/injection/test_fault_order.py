@@ -7,12 +7,11 @@ from pydantic import ValidationError
 
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, NoiseSpec
 from aqnpipe.errors import ReceiptError
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection import faults
-from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.injection.faults import ActiveFaults
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
-from aqnpipe.noise.injection.phase_state import PhaseState
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 KEY = NoiseKey(seed=3, step=2)
@@ -130,7 +129,7 @@ def gradient_run(model, *requested, sigma=0.0, phase="actor_forward"):
     model.zero_grad()
     with run.phase(model, phase, backward=True, hidden_sigmas={LAYER: sigma} if sigma else None):
         logits = model(IDS, use_cache=False).logits
-    F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
     run.recorder.count_forward("backward")
     return {name: p.grad.clone() for name, p in model.named_parameters()}, run.receipt()
 
@@ -252,12 +251,15 @@ def test_aqn_on_hidden_states_and_a_fault_have_one_receipt(model):
 
 def test_hidden_noise_passes_gradients_straight_through(model):
     """d(noised)/d(hidden) is 1, not the noise's factor."""
-    hidden = torch.randn(2, 3, 32, requires_grad=True)
-    state = PhaseState(model, "rollout", KEY, Run().recorder)
-    noised = FaultInjection(state, ActiveFaults(), {LAYER: 0.5})._noised(LAYER, 0.5, hidden)
-    noised.sum().backward()
-    assert not torch.equal(noised, hidden)
-    assert torch.equal(hidden.grad, torch.ones_like(hidden))
+    seen = {}
+    model.model.layers[LAYER].mlp.register_forward_hook(lambda *call: seen.update(entering=call[2]))
+    model.model.layers[LAYER + 1].register_forward_pre_hook(lambda module, args: seen.update(leaving=args[0]))
+    with Run().phase(model, "rollout", hidden_sigmas={LAYER: 0.5}):
+        model(IDS, use_cache=False)
+    # The layer ends with the sum of a residual and its MLP.
+    gradient = torch.randn(seen["leaving"].shape)
+    (passed,) = torch.autograd.grad(seen["leaving"], seen["entering"], gradient)
+    assert torch.equal(passed, gradient)
 
 
 # -- what the receipt refuses ------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import torch
 
 from aqnpipe.config.noise import Fault, NoiseSpec, OperatorNoise
 from aqnpipe.errors import ReceiptError
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.aqn import noised_rollout, target_factors
-from aqnpipe.noise.audit.phase_audit import audited_backward
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.merge import WorkerMeasurements, merge_states, merged_receipt, read_measurements
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.recorder_state import RecorderState
@@ -57,9 +57,7 @@ def record(recorder, spec, model, rank):
             for _ in range(3 + rank):
                 model(tokens, use_cache=False)
         with phase_noise(model, spec, "actor_forward", key, recorder, backward=True):
-            loss = model(tokens, use_cache=False).logits.square().mean()
-        with audited_backward(model, recorder):
-            loss.backward()
+            model(tokens, use_cache=False).logits.square().mean().backward()
         recorder.count_forward("backward")
         model.zero_grad()
 
@@ -186,7 +184,7 @@ def test_a_worker_whose_noise_stopped_half_way_is_refused(measurements_of):
                 cell.calls -= cell.calls // 2
 
     text = refusal(measurements_of, "operators", short)
-    assert "worker 1 of 2: actor_forward linear layer 0: 7 noised calls in 2 passes, worker 0 had 14 in 2" in text
+    assert "worker 1 of 2: actor_forward mm layer 0: 7 noised calls in 2 passes, worker 0 had 14 in 2" in text
 
 
 def test_a_worker_with_fewer_passes_is_refused(measurements_of):

@@ -7,7 +7,8 @@ import torch
 
 from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
@@ -62,14 +63,14 @@ def test_noise_may_lose_what_rounding_explains(honest, measured, rounding, accep
 
 
 def test_a_contradiction_is_refused_in_its_own_words(honest):
-    found = {"linear layer 1: the values used have no noise": 3, "AQN: no noise": 1}
-    with pytest.raises(ReceiptError, match=r"rollout: linear layer 1: the values used have no noise \(3 times\); rol"):
+    found = {"mm in model.layers.1: wrong": 3, "AQN: no noise": 1}
+    with pytest.raises(ReceiptError, match=r"rollout: mm in model.layers.1: wrong \(3 times\); rol"):
         with_phase(honest, contradictions=found).check()
 
 
 def test_many_contradictions_are_counted(honest):
     with pytest.raises(ReceiptError, match="rollout: 12 more contradictions"):
-        with_phase(honest, contradictions={f"linear layer {layer}": 1 for layer in range(20)}).check()
+        with_phase(honest, contradictions={f"mm in layer {layer}": 1 for layer in range(20)}).check()
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,8 @@ def test_a_cell_without_measurements_is_refused(honest):
 
 
 def test_a_layer_without_its_products_is_refused(honest):
-    cells = tuple(cell for cell in honest.cells if (cell.operator, cell.layer) != ("matmul", 1))
-    with pytest.raises(ReceiptError, match=r"no matmul or bmm or baddbmm was noised in layers \[1\]"):
+    cells = tuple(cell for cell in honest.cells if (cell.operator, cell.layer) != ("bmm", 1))
+    with pytest.raises(ReceiptError, match=r"no product of attention was noised in layers \[1\]"):
         honest.model_copy(update={"cells": cells}).check()
 
 

@@ -5,9 +5,9 @@ import math
 import torch
 
 from aqnpipe.config.noise import Fault, NoiseSpec, OperatorNoise
-from aqnpipe.noise.audit.phase_audit import audited_backward
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.injection.faults import ActiveFaults
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.recorder_state import RecorderState, ReferenceSums
 
@@ -25,7 +25,6 @@ def forward(model, recorder, step, faults):
     key = NoiseKey(seed=0, step=step)
     with phase_noise(model, SPEC, "actor_forward", key, recorder, faults=faults, backward=True):
         loss = model(input_ids=ids, labels=ids).loss
-    with audited_backward(model, recorder):
         loss.backward()
     model.zero_grad()
     recorder.settle()

@@ -13,9 +13,9 @@ from aqnpipe.config.noise import (
     OperatorNoise,
     RelativeGaussian,
 )
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.recorder_state import RatioSums
 from aqnpipe.noise.receipts.rounding import noised_moments, spacing_of
@@ -109,8 +109,8 @@ def test_a_model_in_bfloat16_with_large_biases_passes(make_model, bias, mixed):
     assert receipt.problems() == []
     record = receipt.phases[0]
     assert record.reference_checked_elements > 1000
-    assert record.recomputed_numbers > 10_000
-    assert 0.5 < record.largest_deviation <= 1, "rounding to bfloat16 uses most of the allowance"
+    assert record.recomputed_numbers > 2000
+    assert 0.2 < record.largest_deviation <= 1, "rounding to bfloat16 uses much of the allowance"
 
 
 @pytest.mark.parametrize("installed", [0.045, 0.055])
@@ -118,7 +118,7 @@ def test_another_scale_is_refused_in_bfloat16(make_model, installed):
     model = with_biases(make_model(hidden_size=64, intermediate_size=96), 20.0)
     problems = receipt_of(model, noise_spec(installed), noise_spec(0.05), autocast=True, steps=2).problems()
     assert any(f"installed {installed}, requested 0.05" in problem for problem in problems), problems
-    assert any("linear layer 0: noised with" in problem for problem in problems), problems
+    assert any("mm in model.layers.0 (bfloat16): " in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.005, 0.0005])

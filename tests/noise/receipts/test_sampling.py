@@ -24,3 +24,18 @@ def test_a_small_tensor_is_copied_whole(tensor):
     found = sample(tensor)
     assert found.tolist() == tensor.flatten().tolist()
     assert found.numel() == 0 or found.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize("num_tokens", [45, 60, 64, 90])
+def test_measured_elements_are_spread_over_rows_whatever_the_shape(num_tokens):
+    """Gradients of attention weights are zero in the rows of prompts; a regular step through them met no others."""
+    weights = torch.zeros(32, 4, num_tokens, num_tokens)
+    weights[:, :, -25:] = 1.0
+    share, count = 25 / num_tokens, MEASURED_ELEMENTS_PER_CALL
+    measured = sample(weights)
+    assert measured.numel() == count
+    assert abs(measured.mean().item() - share) < 4 * (share * (1 - share) / count) ** 0.5
+    positions = sample_positions(weights.numel(), weights.device)
+    assert (positions.diff() > 0).all()
+    assert positions[0] >= 0
+    assert positions[-1] < weights.numel()

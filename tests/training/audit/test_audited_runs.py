@@ -421,7 +421,7 @@ SABOTAGES = {
     "reference is the policy": (
         around(
             NoisyGRPOTrainer,
-            "_log_probabilities",
+            "_phase",
             lambda o: lambda self, *a, **k: masked_reference(self, o, *a, **k),
         ),
         {},

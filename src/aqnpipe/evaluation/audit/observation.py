@@ -16,7 +16,7 @@ from aqnpipe.errors import ModelError
 from aqnpipe.evaluation.audit.cache_rows import CacheRows
 from aqnpipe.evaluation.audit.choices import Choices
 from aqnpipe.evaluation.audit.facts import Choice, Finding, RowFacts, tokens_digest, without_padding
-from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK
+from aqnpipe.noise.injection.phase import ACTIVE_KEY
 
 
 class Observation:
@@ -109,8 +109,8 @@ class Observation:
             self._read_tokens(self._ids, kwargs, output.logits)
 
     def _note_settings(self, logits: Tensor) -> None:
-        state = getattr(self._model, ACTIVE_MARK, None)
-        self.noise_key = None if state is None else (state.key.seed, state.key.step)
+        key = getattr(self._model, ACTIVE_KEY, None)
+        self.noise_key = None if key is None else (key.seed, key.step)
         self.first_logits = logits[0, -1].detach()
         self.attention = str(self._model.config._attn_implementation)
         kind = logits.device.type

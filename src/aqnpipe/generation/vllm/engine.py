@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -27,9 +26,9 @@ from aqnpipe.generation.vllm.requirements import (
 from aqnpipe.generation.vllm.sealed_memory import Sealed
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.generation.vllm.worker_merge import merged_workers
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.injection.faults import ActiveFaultState
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.recorder_state import RecorderState
 from aqnpipe.seeding import derive_seed
 
@@ -216,7 +215,7 @@ class VllmEngine:
         if key is None:
             return self._outputs(prompts, parameters, share_prefix=False)
         share_prefix = self._noise is not None and self._noise.is_clean
-        self.call_workers("aqnpipe_begin_batch", asdict(key))
+        self.call_workers("aqnpipe_begin_batch", key._asdict())
         try:
             outputs = self._outputs(prompts, parameters, share_prefix)
         finally:

@@ -1,8 +1,7 @@
 """Applies noise and faults to vLLM's modules for one batch, measures them, and always removes them.
 
-This is the counterpart of `noise.injection` and uses parts of it: `PhaseState` applies and measures errors,
-`FaultInjection` applies faults. vLLM's operators are not torch functions but modules of known classes, so noise is
-applied at these modules:
+This is the counterpart of `noise.injection.phase`, and has `FaultInjection` in common with it. vLLM's operators are not
+torch's but modules of known classes, so noise is applied at these modules:
 
 - Linear modules: at `quant_method.apply`, the product itself. In merged modules (qkv_proj, gate_up_proj) each
   projection gets its own error and its own line in the receipt. The bias is added after the error.
@@ -36,19 +35,17 @@ from aqnpipe.config.noise import OperatorNoise, PlacedError, TensorError
 from aqnpipe.config.vllm_support import is_without_vllm
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
-from aqnpipe.generation.vllm.audit import EngineAudit
 from aqnpipe.generation.vllm.linears import Linear
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.reference_check import EngineReferenceCheck
 from aqnpipe.generation.vllm.replacement import replace
+from aqnpipe.generation.vllm.state import EngineState, Place
 from aqnpipe.generation.vllm.tensor_parallel import on_share, summed, whole_bias
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import layer_of
-from aqnpipe.noise.injection.checkpoint_replay import ACTIVE_MARK
 from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.injection.faults import ActiveFaults
-from aqnpipe.noise.injection.hooks import keep
-from aqnpipe.noise.injection.module_errors import ModuleErrors
-from aqnpipe.noise.injection.phase_state import NoiseKey, PhaseState, Place
+from aqnpipe.noise.injection.hooks import keep, on_input, on_output
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.passes import PassRow
@@ -57,32 +54,34 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 _GATED: dict[str, tuple[str, Callable[..., Tensor]]] = {"SiluAndMul": ("silu", F.silu), "GeluAndMul": ("gelu", F.gelu)}
 """vLLM's gated activations: they multiply the activation of one half of their input by the other half."""
 
+_ACTIVE = "_aqnpipe_noise"
+"""Attribute of a model while noise is installed on it."""
+
+_FIRST_MODULE = 16
+"""Streams of random numbers of modules have higher numbers than those of operators and hidden states."""
+
 
 def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
     """Raise ModelError if any part of `noise` is not supported on vLLM's model."""
     name = f"vLLM's {type(engine.model).__name__}"
     advice = "generation.backend: transformers supports it"
-    modules = noise.module_noise_in(noise.phase)
-    if modules is not None:
-        if is_without_vllm(modules.error):
-            raise ModelError(f"{name}: {modules.error.kind} is not supported on vLLM; {advice}")
-        engine.select(modules.modules, modules.exclude)
-        if engine.out_of_reach:
+    operators, modules = noise.operator_noise_in(noise.phase), noise.module_noise_in(noise.phase)
+    for part in (operators, modules):
+        if part is not None and is_without_vllm(part.error):
+            raise ModelError(f"{name}: {part.error.kind} is not supported on vLLM; {advice}")
+        if part is not None and engine.out_of_reach:
             raise ModelError(f"{name}: noise does not reach {', '.join(engine.out_of_reach[:3])}; {advice}")
+    if modules is not None:
+        engine.select(modules.modules, modules.exclude)
     for fault in noise.faults:
         engine.site_module(engine.model, fault.layer, fault.site)
-    operators = noise.operator_noise_in(noise.phase)
     if operators is None:
         return
-    if is_without_vllm(operators.error):
-        raise ModelError(f"{name}: {operators.error.kind} is not supported on vLLM; {advice}")
     if operators.attention != "fused":
         raise ModelError(
             f"{name} computes attention as one operator, expected noise with attention: fused (a model with "
             f"attention: sdpa), found {operators.attention}; {advice}"
         )
-    if engine.out_of_reach:
-        raise ModelError(f"{name}: noise does not reach {', '.join(engine.out_of_reach[:3])}; {advice}")
     for index, layer in enumerate(engine.layers):
         missing = [kind for kind in (type(module).__name__ for module in layer.activations) if kind not in _GATED]
         missing += [] if layer.norms or layer.layer_norms else ["the norms"]
@@ -107,21 +106,14 @@ def engine_noise(
     vLLM's modules.
     """
     check_noise_is_supported(engine, noise)
-    if hasattr(engine.model, ACTIVE_MARK):
+    if hasattr(engine.model, _ACTIVE):
         raise ModelError(f"noise is already installed on this {type(engine.model).__name__}; injections do not nest")
-    state = PhaseState(
-        engine.model,
-        noise.phase,
-        key,
-        recorder,
-        lambda position: EngineAudit(engine, noise.phase, position, recorder, hidden_sigmas or {}, noise.norm_sigmas),
-    )
+    state = EngineState(engine, noise, key, recorder, hidden_sigmas or {})
     recorder.note_installed(
         noise.phase, operator_noise=noise.operator_noise, module_noise=noise.module_noise, faults=noise.faults
     )
     with ExitStack() as stack:
-        setattr(engine.model, ACTIVE_MARK, state)
-        stack.callback(delattr, engine.model, ACTIVE_MARK)
+        replace(stack, engine.model, _ACTIVE, True)
         _EngineInjection(engine, state, noise, faults, hidden_sigmas or {}).install(stack)
         yield state.shards
     recorder.settle()
@@ -133,7 +125,7 @@ class _EngineInjection:
     def __init__(
         self,
         engine: EngineModel,
-        state: PhaseState,
+        state: EngineState,
         noise: PassNoise,
         faults: ActiveFaults,
         hidden_sigmas: Mapping[int, float],
@@ -143,7 +135,9 @@ class _EngineInjection:
         self._noise: OperatorNoise | None = noise.operator_noise_in(noise.phase)
         modules = noise.module_noise_in(noise.phase)
         self._selected = engine.select(modules.modules, modules.exclude) if modules is not None else []
-        self._module_errors = ModuleErrors(state, modules, self._selected) if modules is not None else None
+        self._modules = modules
+        if modules is not None:
+            state.recorder.expect_modules(len(self._selected))
         self._noises_inputs = modules is not None and modules.point == "input"
         self._faulty = {(fault.layer, fault.site) for fault in noise.faults}
         self._sums = {layer for layer, site in self._faulty if site == "layer_output"}
@@ -162,6 +156,7 @@ class _EngineInjection:
     def install(self, stack: ExitStack) -> None:
         """Register all hooks; `stack` removes them."""
         engine = self._engine
+        stack.callback(self._reference_check.report)
         keep(stack, engine.model.register_forward_pre_hook(self._enter_model))
         self._install_on_modules(stack)
         for index, layer in enumerate(engine.layers):
@@ -203,23 +198,38 @@ class _EngineInjection:
 
     def _install_on_modules(self, stack: ExitStack) -> None:
         """Register module noise. It comes before the faults, which are applied last."""
-        if self._module_errors is None:
+        if self._modules is None:
             return
         projections, modules = self._engine.projections(), dict(self._engine.model.named_modules())
-        for name in self._selected:
-            if name in projections:
-                projection = projections[name]
+        for ordinal, name in enumerate(self._selected):
+            projection = projections.get(name)
+            if projection is not None and self._noises_inputs:
+                tap, shard = projection.input, projection.input_shard
+            elif projection is not None:
                 tap, shard = projection.output, projection.output_shard
-                if self._noises_inputs:
-                    tap, shard = projection.input, projection.input_shard
-                self._module_errors.install(stack, tap, name, shard)
-            elif self._noises_inputs:
-                norm, tap = modules[name], self._engine.norm_inputs[name]
-                replace(stack, norm, "forward", partial(_norm_of_tapped, tap, norm.forward))
-                self._module_errors.install(stack, tap, name, self._engine.shards.get(norm))
             else:
-                norm = modules[name]
-                self._module_errors.install(stack, norm, name, self._engine.shards.get(norm))
+                norm = tap = modules[name]
+                shard = self._engine.shards.get(norm)
+                if self._noises_inputs:
+                    tap = self._engine.norm_inputs[name]
+                    replace(stack, norm, "forward", partial(_norm_of_tapped, tap, norm.forward))
+            noised = partial(self._noised_module, name, ordinal, self._modules.error, shard)
+            if self._noises_inputs:
+                keep(stack, tap.register_forward_pre_hook(partial(on_input, noised)))
+            else:
+                keep(stack, tap.register_forward_hook(partial(on_output, noised)))
+
+    def _noised_module(
+        self, name: str, ordinal: int, error: TensorError, shard: Shard | None, tensor: Tensor
+    ) -> Tensor:
+        """Return a noised copy of the input or output `tensor` of a selected module."""
+        state, place = self._state, self._state.place
+        place.module_calls[ordinal] += 1
+        source = NoiseStream(place.key, ordinal, _FIRST_MODULE + place.module_calls[ordinal])
+        noised = tensor.clone()
+        state.put_error(f"module.{name.rpartition('.')[2]}", layer_of(name), error, source, noised, shard)
+        state.recorder.count_module(state.phase, name)
+        return noised
 
     def _install_on_operators(self, stack: ExitStack, index: int) -> None:
         layer = self._engine.layers[index]
@@ -255,8 +265,7 @@ class _EngineInjection:
         state = self._state
         if torch.compiler.is_compiling():
             raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
-        # Rows of a vLLM batch can have different numbers of tokens. All prompts are read first, mostly in one forward.
-        state.start_forward(None if state.forward_index < 0 else 1)
+        state.forward_index += 1
         self._places.clear()
         self._reference_check.enter_model()
         state.recorder.count_forward(state.phase)
@@ -275,7 +284,7 @@ class _EngineInjection:
         self._reached.clear()
 
     def _place(self, layer: int | None, index: int, error: PlacedError | None) -> Place:
-        needs_key = error is not None or self._module_errors is not None
+        needs_key = error is not None or self._modules is not None
         return Place(layer, self._state.seed(self._state.phase, index) if needs_key else 0, error)
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -288,7 +297,7 @@ class _EngineInjection:
 
     def _noised_call(self) -> AbstractContextManager[None]:
         observer = self._state.audit.observer
-        return observer.noised_call(self._state.place.error) if observer is not None else nullcontext()
+        return observer.noised_call() if observer is not None else nullcontext()
 
     def _apply_error(self, operator: str, tensor: Tensor, shard: Shard | None) -> Tensor:
         """Apply the error of the current place to a contiguous `tensor`, in place, and return the tensor.
@@ -302,7 +311,7 @@ class _EngineInjection:
         place.calls += 1
         self._reached.add(operator)
         source = NoiseStream(place.key, place.calls)
-        state.put_error(state.phase, operator, place.layer, error, source, tensor, repeats=True, shard=shard)
+        state.put_error(operator, place.layer, error, source, tensor, shard)
         return tensor
 
     def _product(
@@ -380,5 +389,6 @@ def _through_sum(tap: nn.Module, module: nn.Module, args: Any, output: Any) -> A
     if not isinstance(output, tuple):
         return tap(output)
     hidden, residual = output
-    total: Tensor = tap(hidden + residual)
-    return total, torch.zeros_like(total)
+    # Not of the sum, which the audit must find unread.
+    zero = torch.zeros_like(residual)
+    return tap(hidden + residual), zero

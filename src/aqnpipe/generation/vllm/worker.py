@@ -20,9 +20,9 @@ from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.plugin import version_in_this_process
 from aqnpipe.generation.vllm.sealed_memory import Sealed
 from aqnpipe.generation.vllm.weights import load_sent_weights
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import num_rms_norms
 from aqnpipe.noise.aqn import noised_rollout
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 

@@ -87,6 +87,7 @@ _NO_PRODUCTS = frozenset(
         "one_hot",
         "ones",
         "ones_like",
+        "polar",
         "rand",
         "random_",
         "rand_like",
@@ -159,6 +160,7 @@ class MatrixParameters:
         # Kept alive, so that no other tensor can get the same storage number while the layer computes.
         self._tensors: dict[int, Tensor] = {}
         self._scales: dict[int, Tensor] = {}
+        self._looked_up: set[int] = set()
 
     def start(self, parameters: Iterable[Tensor]) -> None:
         """Add the parameters of a layer: its matrices, and beside them those with one scale per channel."""
@@ -169,9 +171,15 @@ class MatrixParameters:
         """Return whether all of `tensors` are matrix parameters, or scales of one, as in `weight * gain`."""
         return all(tensor in self or storage_of(tensor) in self._scales for tensor in tensors)
 
-    def update(self, tensors: Iterable[Tensor]) -> None:
-        """Add tensors that hold values of matrix parameters."""
-        self._tensors |= {storage_of(tensor): tensor for tensor in tensors}
+    def update(self, tensors: Iterable[Tensor], *, looked_up: bool = False) -> None:
+        """Add tensors that hold values of matrix parameters; `looked_up`: rows of them."""
+        found = {storage_of(tensor): tensor for tensor in tensors}
+        self._tensors |= found
+        self._looked_up |= found.keys() if looked_up else set()
+
+    def are_looked_up(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether those of `tensors` that are matrices are rows that were looked up, such as position biases."""
+        return all(storage_of(tensor) in self._looked_up for tensor in tensors if tensor in self)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return storage_of(tensor) in self._tensors
@@ -197,12 +205,19 @@ def is_known(func: Any) -> bool:
 
 
 def escape(
-    func: Any, inputs: Sequence[Tensor], output: Any, parameters: MatrixParameters, *, elementwise: bool
+    func: Any,
+    inputs: Sequence[Tensor],
+    output: Any,
+    parameters: MatrixParameters,
+    *,
+    elementwise: bool,
+    is_harmless: bool | None = None,
 ) -> str | None:
     """Return the name of an operation that may be a product without noise; None if it is known to be none.
 
     `inputs` are the tensors among its arguments. Adds views and copies of matrix parameters to `parameters`.
-    `elementwise`: softmax, activations and norms must have noise too.
+    `elementwise`: softmax, activations and norms must have noise too. `is_harmless`: whether an operation that takes no
+    matrix is known to be no product (default: `is_known`).
     """
     name = func.overloadpacket.__name__
     if elementwise and func.namespace == "aten" and name in _ELEMENTWISE:
@@ -210,16 +225,18 @@ def escape(
     takes_matrix = any(value in parameters for value in inputs)
     if keeps_the_parameter(func):
         if takes_matrix:
-            parameters.update(value for value in tree_leaves(output) if isinstance(value, Tensor))
+            found = (value for value in tree_leaves(output) if isinstance(value, Tensor))
+            parameters.update(found, looked_up=parameters.are_looked_up(inputs))
         return None
     is_of_weights = name in _OF_WEIGHTS and func.namespace == "aten" and parameters.holds_all(inputs)
-    if not is_known(func) and not is_of_weights:
+    if not (is_known(func) if is_harmless is None else is_harmless) and not is_of_weights:
         return f"{func.namespace}.{name}"
     if not takes_matrix:
         return None
     if name == "embedding" or parameters.holds_all(inputs):
         # Rows of a matrix, or something computed from matrices alone: still no product with the hidden states.
-        parameters.update(value for value in tree_leaves(output) if isinstance(value, Tensor))
+        found = (value for value in tree_leaves(output) if isinstance(value, Tensor))
+        parameters.update(found, looked_up=name == "embedding" or parameters.are_looked_up(inputs))
         return None
     return None if _is_a_bias(name, inputs, output, parameters) else f"{func.namespace}.{name} on a weight matrix"
 
@@ -228,10 +245,13 @@ def _is_a_bias(name: str, inputs: Sequence[Tensor], output: Any, parameters: Mat
     """Whether an operation adds a matrix parameter to a tensor of its size, which is no part of a product.
 
     If the sum has more elements than the other operand, that operand was broadcast against the matrix. Distances such
-    as `((x - W)**2).sum(-1)`, which contain a product, begin in this way.
+    as `((x - W)**2).sum(-1)`, which contain a product, begin in this way. Masks are added to looked-up position biases
+    in this way too.
     """
     if name not in _ADDITIONS or not isinstance(output, Tensor):
         return False
+    if name.startswith("add") and parameters.are_looked_up(inputs):
+        return True
     others = [value.numel() for value in inputs if value not in parameters]
     return output.numel() <= max(others, default=output.numel())
 

@@ -1,25 +1,41 @@
 """Applies simulated faults and AQN's noise on hidden states to the outputs of sites, after all other noise."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import RelativeGaussian
+from aqnpipe.config.noise import Phase
+from aqnpipe.models.parts import PlaceHook
 from aqnpipe.models.sites import site_module
-from aqnpipe.noise.audit.judgement import HIDDEN_STATES
 from aqnpipe.noise.injection.faults import ActiveFault
 from aqnpipe.noise.injection.hooks import keep, on_output
-from aqnpipe.noise.injection.phase_state import PhaseState
-from aqnpipe.noise.kernels.error_models import apply_error_
-from aqnpipe.noise.kernels.stream import NoiseStream
-from aqnpipe.noise.receipts.sampling import sample
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
-_HIDDEN = 8
+
+class SitesOfPhase(Protocol):
+    """The phase that faults and noise on hidden states belong to."""
+
+    model: nn.Module
+    phase: Phase
+    recorder: ReceiptRecorder
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a layer is computed again, so that nothing is counted twice."""
+        ...
+
+    def seed(self, stream: str, *counters: int) -> int:
+        """Return the seed of `stream` in this forward pass."""
+        ...
+
+    def noised_hidden(self, layer: int, sigma: float, hidden: Tensor) -> Tensor:
+        """Return hidden states with AQN's relative noise; gradients pass straight through."""
+        ...
 
 
 SharedSite = Callable[[nn.Module, Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
@@ -48,7 +64,7 @@ class FaultInjection:
 
     def __init__(
         self,
-        state: PhaseState,
+        state: SitesOfPhase,
         active_faults: Sequence[ActiveFault],
         hidden_sigmas: Mapping[int, float],
         find: Callable[[nn.Module, int, str], nn.Module] = site_module,
@@ -65,11 +81,7 @@ class FaultInjection:
         """Register the hooks on the sites of one decoder layer. Call it after all other hooks are registered."""
         for site in self._sites:
             if site.layer == layer:
-                keep(stack, site.module.register_forward_hook(partial(self._leave, site)))
-
-    def is_in(self, layer: int | None) -> bool:
-        """Return whether a decoder layer has a fault or AQN's noise on its hidden states."""
-        return any(site.layer == layer for site in self._sites)
+                keep(stack, site.module.register_forward_hook(PlaceHook(partial(self._leave, site))))
 
     def _find(self) -> list[_Site]:
         faults: dict[tuple[int, str], dict[int, ActiveFault]] = {
@@ -108,7 +120,7 @@ class FaultInjection:
         changed: dict[int, Tensor] = {}
         leaving = self._apply(site, before, 0, entering, changed)
         if site.sigma > 0:
-            leaving = self._noised(site.layer, site.sigma, leaving)
+            leaving = self.state.noised_hidden(site.layer, site.sigma, leaving)
         leaving = self._apply(site, after, 1, leaving, changed)
         if not self.state.recomputing:
             for number, elements in changed.items():
@@ -142,18 +154,3 @@ class FaultInjection:
 
         leaving.register_hook(lambda gradient: arrived.append(gradient.detach()))
         entering.register_hook(lambda gradient: measure(gradient.detach()))
-
-    def _noised(self, layer: int, sigma: float, hidden: Tensor) -> Tensor:
-        """Return a decoder layer's hidden states with AQN's relative noise; gradients pass straight through."""
-        stream = "aqn.hidden.actor_forward" if self.state.phase == "actor_forward" else "aqn.hidden"
-        key = self.state.seed(stream, layer)
-        noised = hidden.clone()
-        error, source = RelativeGaussian(scale=sigma), NoiseStream(key, 0, _HIDDEN)
-        observer = self.state.audit.observer
-        with observer.unobserved() if observer is not None else nullcontext():
-            apply_error_(noised.detach(), error, source)
-            if not self.state.recomputing:
-                self.state.recorder.measure_hidden(layer, sample(hidden), sample(noised))
-        if observer is not None:
-            observer.claim(noised, self.state.phase, HIDDEN_STATES, layer, error, source)
-        return noised

@@ -3,7 +3,6 @@
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -36,10 +35,6 @@ from aqnpipe.noise.receipts.recorder_state import (
 from aqnpipe.noise.receipts.rounding import FloatArray
 from aqnpipe.noise.schedule import sigma_at
 
-_EXPECTED_BACKWARD_AUDITS = 2
-_LEAST_BACKWARD_SHARE = 1 / 64
-"""The n-th backward pass of a run is observed with probability _EXPECTED_BACKWARD_AUDITS/n, but at least this."""
-
 _CellKey = tuple[Phase, str, int | None]
 
 
@@ -49,8 +44,7 @@ class ReceiptRecorder:
     The receipt compares the measurements with `requested`. The recorder injects nothing. With `watch_norms`, every
     phase compares the norm weights of its model with the clean ones. `seed` is the seed that all noise must be drawn
     with; None accepts any. `clean_norm_weights` are the norm weights without AQN, by module name, if they are known.
-    `pending_audits` are audits of forwards whose backward pass they will observe. `is_in_backward`: an audited
-    backward pass runs, or one that was drawn not to be. `required_passes`: what a training must do in each step.
+    `required_passes`: what a training must do in each step.
     """
 
     def __init__(
@@ -70,8 +64,6 @@ class ReceiptRecorder:
     ) -> None:
         self.requested = requested
         self.clean_norm_weights: dict[str, Tensor] = {}
-        self.pending_audits: list[Any] = []
-        self.is_in_backward = False
         self._seed = seed
         self._step: int | None = None
         self._keys: set[tuple[Phase, int, int, int, int]] = set()
@@ -99,7 +91,6 @@ class ReceiptRecorder:
         self._weight_syncs: list[WeightSync] = []
         self._weight_factors: dict[tuple[Phase, int | None], FactorSums] = {}
         # Tensors stay on their device until `settle` reads them all.
-        self._samples: dict[_CellKey, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._changed: dict[_CellKey, list[Tensor]] = defaultdict(list)
         self._affected: dict[tuple[Phase, int], list[Tensor]] = defaultdict(list)
         self._flows: dict[int, list[Tensor]] = defaultdict(list)
@@ -155,7 +146,7 @@ class ReceiptRecorder:
 
     def num_forwards(self, phase: Phase) -> int:
         """Return the number of passes of `phase` so far."""
-        return self._phase(phase).forwards
+        return self._phases[phase].forwards if phase in self._phases else 0
 
     def note_clean_norms(self, model: nn.Module) -> None:
         """Note the policy's present norm weights as the clean ones: at the start, and after each optimiser step."""
@@ -222,6 +213,14 @@ class ReceiptRecorder:
         """Note that module noise reached the module `name`."""
         self._phase(phase).modules.add(name)
 
+    def audited_kinds(self, phase: Phase) -> set[str]:
+        """Return the kinds of forwards that have been observed as a whole in `phase`."""
+        return set(self._phases[phase].audit.whole) if phase in self._phases else set()
+
+    def recomputed_numbers(self, phase: Phase) -> int:
+        """Return the number of elements whose noise was recomputed in `phase`."""
+        return self._phases[phase].audit.numbers if phase in self._phases else 0
+
     def lacks_whole_audit(self, phase: Phase, kind: str) -> bool:
         """Whether no forward of this kind has been observed as a whole in `phase`, from its start to its end."""
         return kind not in self._phase(phase).audit.whole
@@ -229,10 +228,6 @@ class ReceiptRecorder:
     def note_whole_audit(self, phase: Phase, kind: str) -> None:
         """Note that a forward of this kind has been observed as a whole."""
         self._phase(phase).audit.whole.add(kind)
-
-    def wants_backward_audit(self, draw: float) -> bool:
-        """Whether to observe the next backward pass; `draw` is uniform in [0, 1)."""
-        return draw < max(_LEAST_BACKWARD_SHARE, _EXPECTED_BACKWARD_AUDITS / (self.num_forwards("backward") + 1))
 
     def count_audit(self, phase: Phase, kind: str) -> None:
         """Note one observed pass of a layer."""
@@ -299,10 +294,6 @@ class ReceiptRecorder:
         if cell is not None:
             cell.ratios.add_values(clean, used)
             cell.ratios.add_rounding(clean, rounding)
-
-    def measure(self, phase: Phase, operator: str, layer: int | None, before: Tensor, after: Tensor) -> None:
-        """Keep a sample of an output before and after its noise (same shapes), to be summed by `settle`."""
-        self._samples[phase, operator, layer].append((before, after))
 
     def measure_hidden(self, layer: int, before: Tensor, after: Tensor) -> None:
         """Keep a sample of a layer's hidden states before and after AQN's relative noise (same shapes)."""
@@ -383,9 +374,6 @@ class ReceiptRecorder:
 
     def settle(self) -> None:
         """Sum the kept samples, so that memory stays constant over a long run."""
-        for key, pairs in self._samples.items():
-            before, after = zip(*pairs, strict=True)
-            self._cells[key].ratios.add(torch.cat(before), torch.cat(after))
         for key, counts in self._changed.items():
             self._cells[key].changed += sum(int(count) for count in counts)
         for place, counts in self._affected.items():
@@ -393,7 +381,6 @@ class ReceiptRecorder:
         for number, flows in self._flows.items():
             for flow in flows:
                 self._gradients[number].add(flow.tolist())
-        self._samples.clear()
         self._changed.clear()
         self._affected.clear()
         self._flows.clear()
@@ -432,7 +419,6 @@ class ReceiptRecorder:
         self._weight_factors = {sums.place: sums for sums in state.weight_factors}
         self._num_noised_modules = state.num_noised_modules
         self._keys = set(state.keys)
-        self._samples.clear()
         self._changed.clear()
         self._affected.clear()
         self._flows.clear()

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from aqnpipe.config.noise import RelativeGaussian
-from aqnpipe.noise.audit.judgement import num_padded
-from aqnpipe.noise.audit.observer import Claim
+from aqnpipe.generation.vllm.claim import Claim
+from aqnpipe.generation.vllm.judgement import num_padded
 
 
 def claim(shape, strides, offset=0, columns=None):
     error = RelativeGaussian(scale=0.1)
-    return Claim("evaluation", "linear.q_proj", 0, error, 1, 1, 0, shape, strides, offset, columns)
+    return Claim("linear.q_proj", 0, error, 1, 1, 0, shape, strides, offset, columns)
 
 
 def test_elements_of_a_share_have_their_numbers_in_the_whole():
@@ -40,6 +40,6 @@ def test_rows_may_consist_of_heads(shape):
 @pytest.mark.parametrize(("num_logits", "expected"), [(3, 2), (4, 0), (None, 0)])
 def test_only_columns_behind_the_vocabulary_are_padding(num_logits, expected):
     """Two rows of 4: with 3 tokens in the vocabulary, elements 3 and 7 are padding."""
-    frame = SimpleNamespace(num_logits=num_logits)
+    frame = SimpleNamespace(part=SimpleNamespace(num_logits=num_logits))
     followed = SimpleNamespace(frame=frame, addresses=np.arange(8), tensor=torch.zeros(2, 4))
     assert num_padded(followed) == expected

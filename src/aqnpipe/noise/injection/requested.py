@@ -1,0 +1,86 @@
+"""What an audit expects of a phase, from what the recorder knows to have been requested."""
+
+from torch import nn
+
+from aqnpipe.config.noise import Phase, RelativeGaussian
+from aqnpipe.models.layout import decoder_layers, layer_of, select_modules
+from aqnpipe.noise.audit.random_numbers import Position
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.proof.audit import AuditRequest
+from aqnpipe.proof.modules import RequestedModule
+
+HIDDEN_STATES = "aqn.hidden"
+"""Name of AQN's noise on hidden states, as an operator and as a stream of keys."""
+
+FIRST_MODULE = 1 << 16
+"""Number of the first place of module noise; that of a layer's hidden states is the layer."""
+
+_HIDDEN_NOISE_PHASES = ("rollout", "evaluation")
+
+
+def audit_request(
+    model: nn.Module, phase: Phase, position: Position, recorder: ReceiptRecorder, *, backward: bool
+) -> AuditRequest:
+    """Return the request of the audit of a phase; `backward`: gradients have noise too."""
+    noise, num_layers = recorder.requested.operator_noise_in(phase), len(decoder_layers(model))
+    return AuditRequest(
+        noise.error if noise is not None else None,
+        position.seed,
+        (position.step, position.micro_step, position.rank),
+        phase,
+        None,
+        backward,
+        elementwise=noise is not None and noise.operators == "all",
+        errors=noise.errors_by_part(num_layers) if noise is not None else {},
+        modules=_hidden_states(model, phase, position, recorder) | _modules(model, phase, recorder, num_layers + 1),
+        counts_operations=True,
+        changed_behind=_faulty_layers(recorder),
+    )
+
+
+def hidden_stream(phase: Phase) -> str:
+    """Return the stream of AQN's noise on hidden states: the passes of a training step have the rollout's numbers."""
+    return f"{HIDDEN_STATES}.actor_forward" if phase == "actor_forward" else HIDDEN_STATES
+
+
+def _hidden_states(
+    model: nn.Module, phase: Phase, position: Position, recorder: ReceiptRecorder
+) -> dict[int, RequestedModule]:
+    """Return AQN's noise on the hidden states of every layer that should have some in a phase."""
+    aqn = recorder.requested.aqn
+    phases = (*_HIDDEN_NOISE_PHASES, "actor_forward") if aqn and aqn.actor_forward else _HIDDEN_NOISE_PHASES
+    if aqn is None or aqn.targets != "hidden_states" or phase not in phases:
+        return {}
+    faulty, found = _faulty_layers(recorder), {}
+    for layer, module in enumerate(decoder_layers(model)):
+        if sigma := recorder.requested_sigma(position.step, layer):
+            where, error = f"AQN: the hidden states of layer {layer}", RelativeGaussian(scale=sigma)
+            found[layer] = RequestedModule(
+                module, layer, HIDDEN_STATES, where, error, hidden_stream(phase), is_last=layer not in faulty
+            )
+    return found
+
+
+def _modules(model: nn.Module, phase: Phase, recorder: ReceiptRecorder, outside: int) -> dict[int, RequestedModule]:
+    """Return the module noise of a phase; modules outside of layers are in the part `outside`."""
+    noise = recorder.requested.module_noise_in(phase)
+    if noise is None:
+        return {}
+    faulty, found = _faulty_layers(recorder), {}
+    for ordinal, (name, module) in enumerate(select_modules(model, noise.modules, noise.exclude).items()):
+        layer, operator = layer_of(name), f"module.{name.rpartition('.')[2]}"
+        found[FIRST_MODULE + ordinal] = RequestedModule(
+            module,
+            outside if layer is None else layer,
+            operator,
+            f"module {name}",
+            noise.error,
+            f"module.{phase}",
+            is_last=noise.point == "output" and layer not in faulty,
+        )
+    return found
+
+
+def _faulty_layers(recorder: ReceiptRecorder) -> set[int]:
+    """Return the layers with simulated faults, which come behind all noise."""
+    return {fault.layer for fault in recorder.requested.faults}

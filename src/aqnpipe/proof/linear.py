@@ -1,0 +1,125 @@
+"""Linear modules, as the audit sees them by hooks.
+
+In an observed pass the output of a linear module must be the result of the product that was observed in it: code in the
+place of `torch.nn.functional.linear` may compute anything besides, of operators that are no products.
+
+An observed pass can be told from others, because a dispatch mode is active. So in drawn passes that are not observed,
+one linear module has a hook, and its output is recomputed like any other result. The number of its product among the
+operators of its part is not known there, and may be any.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from aqnpipe.device import is_being_captured
+from aqnpipe.models.parts import PlaceHook
+from aqnpipe.proof.observation import Observation, is_same
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def linears_of(modules: Mapping[int, nn.Module], names: Mapping[int, str]) -> dict[nn.Module, tuple[int, str]]:
+    """Return the linear modules of parts with their part and path; those of adapters and quantised ones are others."""
+    return {
+        linear: (part, f"{names[part]}.{path}" if path else names[part])
+        for part, module in modules.items()
+        for path, linear in module.named_modules()
+        if type(linear) is nn.Linear and type(linear.weight) in _PLAIN
+    }
+
+
+def watch_linears(
+    observation: Observation, linears: Mapping[nn.Module, tuple[int, str]], note: Callable[[str], None]
+) -> list[Any]:
+    """Register hooks and return their handles; `note` gets a line for each output that is not that of its product."""
+    handles = []
+    for linear, (_, name) in linears.items():
+        leave, last = (PlaceHook(partial(_leave, observation, name, note, is_first)) for is_first in (True, False))
+        handles.append(linear.register_forward_hook(leave, prepend=True))
+        # Behind hooks that an earlier run may have left.
+        handles.append(linear.register_forward_hook(last))
+    return handles
+
+
+def _leave(
+    observation: Observation,
+    name: str,
+    note: Callable[[str], None],
+    is_first: bool,
+    module: nn.Module,
+    args: Any,
+    output: Any,
+) -> None:
+    is_here = observation.is_on and threading.get_ident() == observation.thread
+    if not is_here or type(output) not in _PLAIN or not output.numel() or observation.stack[-1].is_lost:
+        return
+    latest = observation.latest
+    if is_same(latest, output):
+        # In inference mode nobody counts changes.
+        if not output.is_inference() and output._version:
+            note(f"the output of {name} was changed in place behind its product")
+    elif is_first and not _is_sum(latest, module.bias, output):
+        note(f"the output of {name} is not the result of its product, so other code computes in its place")
+
+
+def _is_sum(product: Tensor | None, bias: Any, output: Tensor) -> bool:
+    """Return whether an output is a product and a bias: torch adds it apart where the input is not contiguous."""
+    if product is None or not isinstance(bias, Tensor) or product.numel() != output.numel():
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        return torch.equal(product.reshape(output.shape) + bias.to(product.dtype), output)
+
+
+def watch_unobserved(linear: nn.Module, part: nn.Module, compare: Callable[..., None]) -> list[Any]:
+    """Register hooks for a call of a linear module within the next call of its part, and return their handles."""
+    thread = threading.get_ident()
+    inside: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        if threading.get_ident() == thread and torch._C._current_autograd_node() is None:
+            inside.append(linear.register_forward_hook(PlaceHook(leave_linear), prepend=True))
+
+    def leave_linear(*call: Any) -> None:
+        if threading.get_ident() == thread and inside:
+            leave()
+            compare(*call)
+
+    def leave(*_: Any) -> None:
+        if threading.get_ident() == thread:
+            for handle in (*inside, *handles):
+                handle.remove()
+            inside.clear()
+
+    handles = [
+        part.register_forward_pre_hook(PlaceHook(enter)),
+        part.register_forward_hook(PlaceHook(leave), always_call=True),
+    ]
+    return handles
+
+
+def factors_of(
+    module: nn.Module, args: tuple[Any, ...], output: Tensor
+) -> tuple[str, dict[str, Tensor], Tensor] | None:
+    """Return the operator of a linear module, its arguments and its result as matrices.
+
+    None if the product may have had other ones: of another number format, of one row, or weights that are elsewhere by
+    now. None also for a result that a CUDA graph captures, which has no values yet.
+    """
+    weight: Any = module.weight
+    bias: Any = module.bias
+    inputs = args[0] if args else None
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2 or not inputs.dtype == weight.dtype == output.dtype:
+        return None
+    if type(weight) not in _PLAIN or weight.device != output.device or is_being_captured(output):
+        return None
+    with torch.no_grad():
+        matrix = inputs.detach().reshape(-1, inputs.shape[-1])
+        result = output.detach().reshape(-1, output.shape[-1])
+        factors = {"first": matrix, "second": weight.detach().t()}
+        return ("mm", factors, result) if bias is None else ("addmm", {"self": bias.detach(), **factors}, result)

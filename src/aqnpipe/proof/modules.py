@@ -1,0 +1,100 @@
+"""Errors on the input or output of modules, and AQN's noise on hidden states, as the audit sees and expects them.
+
+A hook passes the tensor through the operator `aqnpipe::module_error`. That its values are right is seen there; that a
+module that was called had it at all is seen by hooks of the audit's own.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from aqnpipe.config.noise import TensorError
+from aqnpipe.models.parts import PlaceHook
+from aqnpipe.noise.audit.random_numbers import Draws
+from aqnpipe.proof.comparison import compare
+from aqnpipe.proof.observation import Observation, is_same
+from aqnpipe.proof.receipt import Seen
+from aqnpipe.proof.recompute import Sampled, at, in_memory
+
+MODULE_ERROR = "module_error"
+
+
+class RequestedModule(NamedTuple):
+    """An error that was requested of a module: `operator` and `where` name it, `stream` its random numbers.
+
+    `part` is the part of the model that contains it. `is_last`: the module returns what has the error.
+    """
+
+    module: nn.Module
+    part: int
+    operator: str
+    where: str
+    error: TensorError
+    stream: str
+    is_last: bool = False
+
+
+def compare_module(
+    requested: RequestedModule, exact: Tensor, result: Tensor, draws: Draws, rng: np.random.Generator, count: int
+) -> tuple[Sampled, Seen]:
+    """Compare sampled elements of a tensor with an error; the operand of the operator is exact."""
+    index = rng.integers(0, max(result.numel(), 1), min(count, result.numel()))
+    place = np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
+    sampled = Sampled(in_memory(result, place), at(exact, place), np.zeros(len(index)), at(result, place))
+    return sampled, compare(sampled, requested.error, draws, result.dtype)
+
+
+def watch_modules(
+    observation: Observation,
+    requested: Mapping[int, RequestedModule],
+    parts: Mapping[int, nn.Module],
+    only_in_parts: bool,
+    note: Callable[[str], None],
+) -> list[Any]:
+    """Register the hooks and return their handles; `note` gets a line for every call of a module without its error."""
+    handles: list[Any] = []
+    for place, one in requested.items():
+        if only_in_parts and one.part not in parts:
+            continue
+        before: list[int] = []
+        enter, leave = (
+            partial(_enter, observation, place, before),
+            partial(_leave, observation, place, before, note, one),
+        )
+        handles.append(one.module.register_forward_pre_hook(PlaceHook(enter), prepend=True))
+        handles.append(one.module.register_forward_hook(PlaceHook(leave), always_call=True))
+    return handles
+
+
+def _enter(observation: Observation, place: int, before: list[int], *_: Any) -> None:
+    before.append(observation.calls_of(place))
+
+
+def _leave(
+    observation: Observation,
+    place: int,
+    before: list[int],
+    note: Callable[[str], None],
+    one: RequestedModule,
+    module: nn.Module,
+    args: Any,
+    output: Any,
+) -> None:
+    if not before or output is None:
+        return
+    calls = observation.calls_of(place) - before.pop()
+    if not observation.is_on:
+        return
+    if calls != 1:
+        note(f"{one.where}: {one.operator} has {'no noise' if not calls else f'noise {calls} times'}")
+    elif one.is_last and not _is_in(output, observation.module_results.get(place)):
+        note(f"{one.where}: {one.operator} has noise, and the program goes on with other values")
+
+
+def _is_in(output: Any, result: Tensor | None) -> bool:
+    """Return whether a tensor is among the outputs of a module."""
+    return result is None or any(is_same(value, result) for value in tree_leaves(output))
