@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from hold import replaced, took_effect
+from hold import replaced, state, took_effect, watching
 from sabotage import COMPARE, EVALUATE, TRAIN, Apply, Sabotage, of_group
 from torch import Tensor
 
@@ -20,7 +20,7 @@ _AFTER_TRAINING = (("evaluate", "guided", 0, 1), *EVALUATE, *COMPARE)
 _KERNEL = "aqnpipe.noise.aqn.add_absolute_gaussian_"
 _NORMS = "aqnpipe.noise.aqn._noised_norm_weights"
 _STREAM = "aqnpipe.noise.aqn.NoiseStream"
-_HIDDEN = "aqnpipe.noise.injection.fault_injection.FaultInjection._noised"
+_HIDDEN = "aqnpipe.noise.injection.phase._RunningPhase.noised_hidden"
 _ROLL_OUT = "aqnpipe.generation.rollout_engines.TransformersRolloutEngine.roll_out"
 
 
@@ -239,32 +239,25 @@ def _reversed(factors: dict[str, float]) -> dict[str, float]:
 
 def _in_the_actor_too() -> Apply:
     """The actor has noised norms. The backward pass reads them too, so they are restored only after it."""
-    trainer = "aqnpipe.training.trainer.NoisyGRPOTrainer"
-    changes = ExitStack()
 
-    def make_forward(original: Any) -> Any:
-        def log_probabilities(self: Any, model: Any, phase: str, *args: Any, **kwargs: Any) -> Any:
-            if phase == "actor_forward" and torch.is_grad_enabled():
+    def make(original: Any) -> Any:
+        @contextmanager
+        def running(self: Any, model: Any, phase: str, *args: Any, **settings: Any) -> Any:
+            with original(self, model, phase, *args, **settings) as called:
+                if phase != "actor_forward":
+                    yield called
+                    return
                 took_effect()
-                changes.enter_context(
-                    _changed(self.policy, lambda name, weight: weight + 0.02 * torch.randn_like(weight))
-                )
-            return original(self, model, phase, *args, **kwargs)
+                with _changed(self.policy, lambda name, weight: weight + 0.02 * torch.randn_like(weight)):
+                    yield called
 
-        return log_probabilities
+        return running
 
-    def make_step(original: Any) -> Any:
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            with changes:
-                return original(*args, **kwargs)
-
-        return training_step
-
-    return replaced((f"{trainer}._log_probabilities", make_forward), (f"{trainer}.training_step", make_step))
+    return replaced(("aqnpipe.training.trainer.NoisyGRPOTrainer._phase", make))
 
 
 def _hidden(act: Callable[..., Tensor]) -> Apply:
-    """Hidden states become `act(injection, layer, sigma, hidden, original)`."""
+    """Hidden states become `act(phase, layer, sigma, hidden, original)`."""
 
     def make(original: Any) -> Any:
         def noised(self: Any, layer: int, sigma: float, hidden: Tensor) -> Tensor:
@@ -273,7 +266,7 @@ def _hidden(act: Callable[..., Tensor]) -> Apply:
 
         return noised
 
-    return replaced((_HIDDEN, make))
+    return watching((_HIDDEN, make))
 
 
 def _hidden_one_layer_clean(self: Any, layer: int, sigma: float, hidden: Tensor, noised: Any) -> Tensor:
@@ -283,7 +276,7 @@ def _hidden_one_layer_clean(self: Any, layer: int, sigma: float, hidden: Tensor,
 
 def _hidden_prompt_alone(self: Any, layer: int, sigma: float, hidden: Tensor, noised: Any) -> Tensor:
     whole = noised()
-    return hidden if self.state.reads_one_token else whole
+    return hidden if state().reads_one_token else whole
 
 
 def _hidden_absolute(self: Any, layer: int, sigma: float, hidden: Tensor, noised: Any) -> Tensor:
@@ -292,11 +285,8 @@ def _hidden_absolute(self: Any, layer: int, sigma: float, hidden: Tensor, noised
 
 
 def _hidden_same_for_each_token(self: Any, layer: int, sigma: float, hidden: Tensor, noised: Any) -> Tensor:
-    number, self.state.forward_index = self.state.forward_index, 0
-    try:
+    with mock.patch.object(self._module_errors, "_passed", return_value=0):
         return noised()
-    finally:
-        self.state.forward_index = number
 
 
 def _hidden_on_a_copy(self: Any, layer: int, sigma: float, hidden: Tensor, noised: Any) -> Tensor:

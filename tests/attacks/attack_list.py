@@ -30,7 +30,10 @@ TEN_WAYS = {
     10: "a patch was left behind",
 }
 _UNPROVEN_FAULT = "faults are recorded as the injection counts them; nothing recomputes their effect yet"
+_TELLS = "an observed pass can be told by its dispatch mode, and in others linear modules alone are compared"
 _NOT_CAUGHT = {
+    "attention noised only where it is observed": _TELLS,
+    "gradients noised only where they are observed": _TELLS,
     "fault in another layer": _UNPROVEN_FAULT,
     "fault of half the magnitude": _UNPROVEN_FAULT,
     "fault in prompts alone": _UNPROVEN_FAULT,

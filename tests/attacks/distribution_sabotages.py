@@ -170,7 +170,7 @@ def evaluating(name: str, what: str, apply: Any) -> Sabotage:
 
 SABOTAGES = of_group(
     "distributions",
-    r"not those of the requested noise|random numbers|measured scale",
+    r"recomputed values are not the requested ones|random numbers",
     (
         evaluating("uniform noise", "uniform within sqrt 3 standard deviations", _drawn(_uniform)),
         evaluating("Laplace noise", "heavier tails, the same standard deviation", _drawn(_laplace)),

@@ -14,11 +14,10 @@ from aqnpipe.config.training import TrainingConfig
 from aqnpipe.evaluation.shards import noise_of
 from aqnpipe.generation import rollout_engines
 from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.machine.machine import Machine, Request
 from aqnpipe.models import loading
 from aqnpipe.models.layout import rms_norms, weight_of
 from aqnpipe.noise import aqn
-from aqnpipe.noise.injection.operator_errors import OperatorErrors
-from aqnpipe.noise.injection.operator_watch import OperatorWatch
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.kernels import error_models
 from aqnpipe.noise.schedule import sigma_at
@@ -26,6 +25,7 @@ from aqnpipe.training import callbacks
 from aqnpipe.training.noise_plan import NoisePlan
 
 _ADD = "aqnpipe.noise.kernels.error_models.add_relative_gaussian_"
+_NO_ERROR = r"error is -?0\.0\d times the requested"
 
 
 def _half(tensor: Any, scale: float, source: Any) -> Any:
@@ -42,12 +42,15 @@ def _noisy_linear(*args: Any, **kwargs: Any) -> Any:
     return output + 0.05 * output.abs() * torch.randn_like(output)
 
 
-_enter_layer = OperatorWatch.enter_layer
+_error_at = Request.error_at
 
 
-def _not_in_layer_5(self: OperatorWatch, index: int) -> None:
-    if index != 5:
-        _enter_layer(self, index)
+def _not_in_layer_5(self: Request, part: int) -> Any:
+    return None if part == 5 else _error_at(self, part)
+
+
+def _only_forward(request: Request, *args: Any) -> Machine:
+    return Machine(request._replace(backward=False), *args)
 
 
 def _rollout_noise_in_validation(model: Any, spec: Any, phase: Any, key: Any, recorder: Any, **settings: Any) -> Any:
@@ -192,24 +195,24 @@ SABOTAGES = of_group(
             "the function that adds it does nothing",
             patched(_ADD, lambda t, s, r: t),
             2,
-            cause=r"noise|scale",
+            cause=_NO_ERROR,
         ),
         training(
             "noise at half the scale",
             "half of the requested scale is added",
             patched(_ADD, _half),
-            cause=r"scale|noise",
+            cause=r"error is 0\.(4[5-9]|5[0-5]) times the requested",
         ),
         training(
             "noise only in forward",
             "gradients get none",
-            patched("aqnpipe.noise.injection.phase.OperatorErrors", lambda state, _: OperatorErrors(state, False)),
+            patched("aqnpipe.noise.injection.phase.Machine", _only_forward),
             cause=r"backward",
         ),
         training(
             "a layer left out",
             "the noise is never switched on in layer 5",
-            patched("aqnpipe.noise.injection.operator_watch.OperatorWatch.enter_layer", _not_in_layer_5),
+            patched("aqnpipe.machine.machine.Request.error_at", _not_in_layer_5),
             cause=r"layers? \[?5",
         ),
         training(
@@ -325,7 +328,7 @@ SABOTAGES = of_group(
             "noise in the evaluation does nothing",
             "the function that adds it does nothing",
             patched(_ADD, lambda t, s, r: t),
-            cause=r"noise|scale",
+            cause=_NO_ERROR,
         ),
         evaluating(
             "noise left on in the evaluation",

@@ -1,29 +1,33 @@
 """Sabotage of places: some of what computes is not noised, or is noised twice or at the wrong moment."""
 
+import copy
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 from hold import (
-    LINEAR,
-    OPERATOR_CALL,
-    PUT_ERROR,
+    ENTER_MODEL,
+    INSTALL,
+    acting,
     clean_modules,
     kernel,
     not_put,
     put_twice,
     replaced,
     skipped,
+    state,
     together,
     took_effect,
     undone,
+    watching,
 )
 from sabotage import COMPARE, EVALUATE, TRAIN, Apply, Sabotage, of_group
 from torch import Tensor
-from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from aqnpipe.noise.injection.operators import GradientError
+from aqnpipe.machine.operators import Registration
+from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
+from aqnpipe.noise.kernels.stream import NoiseStream
 
 _AFTER_TRAINING = (("evaluate", "guided", 0, 1), *EVALUATE, *COMPARE)
 
@@ -39,43 +43,35 @@ def _only_measured() -> Apply:
     )
 
 
-def _fast_path_clean() -> Apply:
+def _only_while_observed(when: Any = lambda call: True) -> Apply:
+    """The kernel does nothing, `when(call)` true, unless a dispatch mode is active: an audit observes by one."""
+    return skipped(lambda call: when(call) and not is_in_torch_dispatch_mode())
+
+
+def _attention_exactly() -> Apply:
+    """The products of attention compute as if they were no part of the program."""
+
     def make(original: Any) -> Any:
-        def linear(self: Any, module: Any, input: Tensor) -> Tensor:
-            if self._survey is None or self._throughout:
-                return original(self, module, input)  # type: ignore[no-any-return]
+        def product(first: Tensor, second: Tensor, **settings: Any) -> Any:
+            if first.dim() != 4:
+                return original(first, second, **settings)
             took_effect()
-            self._linears.append(module)
-            output = functional.linear(input, module.weight, module.bias)
-            if len(self._linears) in self._survey.others_after and not self._in_copy:
-                self._mode.activate()
-            return output
-
-        return linear
-
-    return replaced((LINEAR, make))
-
-
-def _attention_copy_clean() -> Apply:
-    def make(original: Any) -> Any:
-        def product(self: Any, *args: Any, **kwargs: Any) -> Any:
-            took_effect()
-            with torch._C.DisableTorchFunction():
-                return torch.matmul(*args, **kwargs)
+            with state().machine.exactly():
+                return original(first, second, **settings)
 
         return product
 
-    return replaced(("aqnpipe.noise.injection.operator_watch.OperatorWatch._matmul", make))
+    return watching(("torch.matmul", make))
 
 
-def _matmul_calls(number: int) -> Apply:
+def _eager_products(number: int) -> Apply:
     """In each layer the product of attention with this number (0: scores, 1: values) is skipped by the kernel."""
-    count: dict[tuple[int, int | None, int], int] = {}
+    count: dict[tuple[int, int, int], int] = {}
 
     def when(call: Any) -> bool:
-        if call.operator != "matmul":
+        if call.operator != "bmm" or call.phase == "backward":
             return False
-        place = (id(call.state), call.layer, call.state.forward_index)
+        place = (id(call.state), call.part, call.state.forward_index)
         count[place] = count.get(place, -1) + 1
         return count[place] % 2 == number
 
@@ -83,64 +79,47 @@ def _matmul_calls(number: int) -> Apply:
 
 
 def _before_the_product() -> Apply:
-    """The noise is put on the input of a linear module in place of its output."""
+    """The noise is put on the first factor of a product in place of the result."""
 
-    def make(original: Any) -> Any:
-        def call(self: Any, operator: str, function: Any, args: Any, kwargs: Any) -> Any:
-            if operator != "linear" or torch.is_grad_enabled():
-                return original(self, operator, function, args, kwargs)
+    def act(call: Any, put: Any, leave: Any) -> Tensor:
+        result: Tensor = put()
+        if call.operator == "mm" and call.phase != "backward":
             took_effect()
-            inputs, *rest = args
-            noised = inputs.detach().clone()
-            place = self._state.place
-            place.calls += 1
-            from aqnpipe.noise.kernels.stream import NoiseStream
+            inputs, weight = call.factors
+            noised, here = inputs.detach().clone(), call.state.machine.places.here()
+            with call.state.machine.exactly():
+                add_relative_gaussian_(noised, 0.1, NoiseStream(here.key, here.calls, 0))
+                result.detach().copy_(noised @ weight)
+        return result
 
-            source = NoiseStream(place.key, place.calls, 0)
-            self._state.put_error(self._state.phase, operator, place.layer, place.error, source, noised, repeats=True)
-            with torch._C.DisableTorchFunction():
-                return functional.linear(noised, *rest)
-
-        return call
-
-    return replaced((OPERATOR_CALL, make))
+    return acting(act)
 
 
 def _on_the_bias() -> Apply:
     """The noise is put on the sum of product and bias."""
 
     def make(original: Any) -> Any:
-        def call(self: Any, operator: str, function: Any, args: Any, kwargs: Any) -> Any:
-            if operator != "linear" or len(args) < 3 or args[2] is None or torch.is_grad_enabled():
-                return original(self, operator, function, args, kwargs)
+        def registration(*args: Any, **settings: Any) -> Any:
             took_effect()
-            inputs, weight, bias = args
-            with torch._C.DisableTorchFunction():
-                product = functional.linear(inputs, weight)
-            # As if the product had the size of the sum: the noise of the sum minus the bias.
-            noised = original(self, "linear", lambda *_: product + bias, (inputs, weight, None), {})
-            return noised
+            return original(*args, **{**settings, "whole_sums": True})
 
-        return call
+        return registration
 
-    return replaced((OPERATOR_CALL, make))
+    return replaced(("aqnpipe.machine.machine.Registration", make))
 
 
-def _on_a_copy(operators: tuple[str, ...]) -> Apply:
-    """The model goes on with the clean product; a copy of it is noised and dropped."""
+def _on_a_copy(*operators: str) -> Apply:
+    """The model goes on with the clean result; a copy of it is noised and dropped."""
 
-    def make(original: Any) -> Any:
-        def call(self: Any, operator: str, function: Any, args: Any, kwargs: Any) -> Any:
-            if operator not in operators or torch.is_grad_enabled():
-                return original(self, operator, function, args, kwargs)
-            took_effect()
-            original(self, operator, function, args, kwargs)
-            with torch._C.DisableTorchFunction():
-                return function(*args, **kwargs)
+    def act(call: Any, put: Any, leave: Any) -> Tensor:
+        clean = call.tensor.detach().clone()
+        found: Tensor = put()
+        if call.phase == "backward" or not call.operator.startswith(operators):
+            return found
+        took_effect()
+        return clean
 
-        return call
-
-    return replaced((OPERATOR_CALL, make))
+    return acting(act)
 
 
 def _rows(first: int) -> Any:
@@ -163,59 +142,94 @@ def _part(last: Any) -> Any:
     return change
 
 
-def _backward_only(positions: tuple[int, ...]) -> Apply:
-    """Only the gradients of operands at these positions get noise."""
+def _gradient_of(of: str) -> Any:
+    """Whether a result is the gradient of a linear module's input, or of its weight."""
 
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        dense = [gradient.contiguous() for gradient in gradients]
-        for position, gradient in enumerate(dense):
-            if position in positions or len(dense) == 1:
-                ctx.add_error_(position, gradient)
-            else:
-                took_effect()
-        return (None, *dense)
+    def when(call: Any) -> bool:
+        if call.phase != "backward" or call.operator != "mm":
+            return False
+        weights = {parameter.untyped_storage().data_ptr() for parameter in call.state.model.parameters()}
+        has_weight = any(factor.untyped_storage().data_ptr() in weights for factor in call.factors)
+        return has_weight == (of == "input")
 
-    @contextmanager
-    def apply(_: Any) -> Any:
-        with mock.patch.object(GradientError, "backward", staticmethod(backward)):
-            yield
-
-    return apply
-
-
-def _straight_gradient(name: str) -> Any:
-    return lambda call: call.phase == "backward" and call.operator.startswith(name)
+    return when
 
 
 def _no_hooks_after(forwards: int) -> Apply:
     return not_put(lambda call: call.phase != "backward" and call.state.forward_index >= forwards)
 
 
-def _operator_unknown(name: str) -> Apply:
-    """The table of operators lacks a function."""
+def _operator_unknown(*names: str) -> Apply:
+    """The tables of operators lack those whose names begin so: their kernels are not replaced."""
 
     def make(original: Any) -> Any:
-        def functions(noise: Any) -> Any:
-            took_effect()
-            return {function: found for function, found in original(noise).items() if found != name}
+        took_effect()
+        return tuple(entry for entry in original if not entry.name.startswith(names))
 
-        return functions
+    tables = ("_TABLE", "_ELEMENTWISE_TABLE")
+    return replaced(*((f"aqnpipe.machine.operators.{table}", make) for table in tables))
 
-    return replaced(("aqnpipe.noise.injection.operator_watch.noised_functions", make))
+
+def _closed_early(passes: int) -> Apply:
+    """The kernels are restored after some passes of each phase."""
+
+    def make(original: Any) -> Any:
+        def enter_model(self: Any, *args: Any) -> None:
+            original(self, *args)
+            if self.forward_index == passes and self._machine._registration is not None:
+                took_effect()
+                self._machine._registration.close()
+
+        return enter_model
+
+    return replaced((ENTER_MODEL, make))
+
+
+@contextmanager
+def _left_behind(_: Any) -> Any:
+    """The kernels of a phase stay when it has ended, and the next phase replaces them again."""
+    whole, open_ones = Registration.close, list[Registration]()
+
+    def close(self: Registration) -> None:
+        took_effect()
+        open_ones.append(self)
+
+    with mock.patch.object(Registration, "close", close):
+        try:
+            yield
+        finally:
+            for registration in reversed(open_ones):
+                whole(registration)
+
+
+def _switched_off(when: Any) -> Apply:
+    """The machine computes without errors from its start on, `when(key)` true."""
+
+    def make(original: Any) -> Any:
+        def start(self: Any, *args: Any) -> None:
+            original(self, *args)
+            if when(self.request.key):
+                took_effect()
+                self.switch_off("switched off")
+
+        return start
+
+    return replaced(("aqnpipe.machine.machine.Machine.start", make))
 
 
 def _norms_clean() -> Apply:
     def make(original: Any) -> Any:
-        def after_norm(self: Any, module: Any, args: Any, output: Any) -> None:
+        def after_norm(self: Any, module: Any, args: Any, output: Any) -> Any:
             took_effect()
+            return output
 
         return after_norm
 
-    return replaced(("aqnpipe.noise.injection.operator_errors.OperatorErrors.after_norm", make))
+    return replaced(("aqnpipe.machine.norms.NormKernels._after", make))
 
 
 def _experts_clean() -> Apply:
-    """The experts compute where nothing intercepts torch's functions."""
+    """The experts compute as if they were no part of the program."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     experts = modeling_qwen3_moe.Qwen3MoeExperts
@@ -223,30 +237,63 @@ def _experts_clean() -> Apply:
     def make(original: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             took_effect()
-            with torch._C.DisableTorchFunction():
+            with state().machine.exactly():
                 return original(self, *args, **kwargs)
 
         return forward
 
-    return replaced((f"{experts.__module__}.{experts.__name__}.forward", make))
+    return watching((f"{experts.__module__}.{experts.__name__}.forward", make))
 
 
-def _recomputed(act: str) -> Apply:
-    """Layers that gradient checkpointing computes again get other noise, or none."""
+def _computed_again(find: Any, from_pass: int = 0) -> Apply:
+    """A hook of the program's own replaces the output of a module with a second, clean computation."""
 
     def make(original: Any) -> Any:
-        def put_error(self: Any, *args: Any, **settings: Any) -> None:
-            if not (self.recomputing and settings.get("repeats")):
-                original(self, *args, **settings)
-                return
-            took_effect()
-            if act == "other":
-                *rest, source, tensor = args
-                original(self, *rest, source._replace(key=source.key ^ 1), tensor, **settings)
+        def install(self: Any, stack: Any, faults: Any) -> None:
+            original(self, stack, faults)
 
-        return put_error
+            def again(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+                if self.forward_index < from_pass:
+                    return output
+                took_effect()
+                with self._machine.exactly():
+                    return module.forward(*args, **kwargs)
 
-    return replaced((PUT_ERROR, make))
+            stack.callback(find(self.model).register_forward_hook(again, with_kwargs=True).remove)
+
+        return install
+
+    return replaced((INSTALL, make))
+
+
+def _copy_beside() -> Apply:
+    """A clean copy of the model reads the same tokens, and its logits are used."""
+
+    def make(original: Any) -> Any:
+        def install(self: Any, stack: Any, faults: Any) -> None:
+            beside = copy.deepcopy(self.model)
+            original(self, stack, faults)
+            found: list[Tensor] = []
+
+            def before(module: Any, args: Any, kwargs: Any) -> None:
+                with self._machine.exactly():
+                    found[:] = [beside(*args, **copy.deepcopy(kwargs)).logits]
+
+            def after(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+                took_effect()
+                output.logits = found[0]
+                return output
+
+            stack.callback(self.model.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(self.model.register_forward_hook(after, with_kwargs=True).remove)
+
+        return install
+
+    return replaced((INSTALL, make))
+
+
+def _other_numbers(tensor: Tensor, scale: float, source: Any, original: Any) -> None:
+    original(tensor, scale, source._replace(key=source.key ^ 1))
 
 
 def _without_backward(model: Any, spec: Any, phase: Any, *args: Any, **settings: Any) -> Any:
@@ -278,6 +325,10 @@ def _gradient(call: Any) -> bool:
     return bool(call.phase == "backward")
 
 
+def _gradient_of_attention(call: Any) -> bool:
+    return _gradient(call) and call.operator == "bmm"
+
+
 def _one_token(call: Any) -> bool:
     return bool(call.phase != "backward" and call.state.reads_one_token)
 
@@ -302,8 +353,25 @@ SABOTAGES = of_group(
             "and the first of each kind; others stay clean",
             _only_measured(),
         ),
-        training("fast path clean", "linear modules outside surveys compute in plain torch", _fast_path_clean()),
-        training("copy of attention clean", "the copied code calls torch's own product", _attention_copy_clean()),
+        training("only observed calls noised", "the kernel looks for a dispatch mode", _only_while_observed()),
+        evaluating(
+            "only observed calls noised in the evaluation",
+            "the kernel looks for a dispatch mode",
+            _only_while_observed(),
+        ),
+        training(
+            "attention noised only where it is observed",
+            "the kernel looks for a dispatch mode",
+            _only_while_observed(lambda call: call.operator == "bmm" and not _gradient(call)),
+        ),
+        training(
+            "gradients noised only where they are observed",
+            "the kernel looks for a dispatch mode",
+            _only_while_observed(_gradient),
+        ),
+        training(
+            "attention clean", "its products compute as if they were no part of the program", _attention_exactly()
+        ),
         training(
             "only the first forward noised",
             "later forwards of a phase are counted and stay clean",
@@ -313,6 +381,37 @@ SABOTAGES = of_group(
         evaluating(
             "hooks lost after three forwards", "later tokens are neither noised nor counted", _no_hooks_after(3)
         ),
+        evaluating("kernels restored early", "the registration is closed after three forwards", _closed_early(3)),
+        training("kernels left behind", "they stay after each phase, and the next one adds its own", _left_behind),
+        training(
+            "machine switched off from step 2", "its kernels pass results on", _switched_off(lambda key: key.step > 0)
+        ),
+        evaluating(
+            "machine switched off for a noise seed",
+            "the kernels of the second seed pass results on",
+            _switched_off(lambda key: key.seed > 0),
+        ),
+        evaluating(
+            "a layer clean late",
+            "layer 3, from the ninth forward on",
+            skipped(lambda call: call.layer == 3 and call.state.forward_index > 7),
+        ),
+        evaluating(
+            "an MLP computed again",
+            "a hook replaces the output of layer 2's with a clean one",
+            _computed_again(lambda model: model.model.layers[2].mlp),
+        ),
+        evaluating(
+            "an MLP computed again late",
+            "a hook does so from the sixth forward on",
+            _computed_again(lambda model: model.model.layers[2].mlp, 5),
+        ),
+        evaluating(
+            "output projection computed again",
+            "a hook replaces the logits with clean ones",
+            _computed_again(lambda model: model.lm_head),
+        ),
+        evaluating("a clean copy beside the model", "its logits are used", _copy_beside()),
         evaluating("prompts alone noised", "single tokens stay clean", skipped(_one_token)),
         evaluating("prompts clean", "only single tokens are noised", skipped(_prompt)),
         training(
@@ -352,21 +451,23 @@ SABOTAGES = of_group(
         evaluating(
             "output projection clean in the kernel",
             "lm_head is counted and not noised",
-            skipped(lambda call: call.layer is None),
+            skipped(lambda call: call.part == call.state.num_layers),
         ),
         evaluating(
             "second half of the layers clean", "the kernel does nothing there", skipped(lambda c: (c.layer or 0) > 2)
         ),
         evaluating(
-            "products on a copy", "the model continues with the clean product", _on_a_copy(("linear", "matmul"))
+            "products on a copy",
+            "the model continues with the clean product",
+            _on_a_copy("mm", "bmm"),
         ),
-        evaluating("attention on a copy", "both products of attention continue clean", _on_a_copy(("matmul",))),
+        evaluating("attention on a copy", "the model goes on with a clean one", _on_a_copy("bmm")),
         evaluating("noise before the product", "the input is noised in place of the output", _before_the_product()),
         evaluating("noise on the bias too", "the sum of product and bias is noised", _on_the_bias()),
         evaluating(
             "twice on one operator",
             "attention's products are noised twice",
-            put_twice(lambda c: c.operator == "matmul"),
+            put_twice(lambda c: c.operator == "bmm"),
         ),
         evaluating(
             "twice on one, never on another",
@@ -404,9 +505,14 @@ SABOTAGES = of_group(
             "calls on fewer than 600 values do nothing",
             skipped(lambda c: c.tensor.numel() < 600),
         ),
-        evaluating("attention scores clean", "the product of queries and keys", _matmul_calls(0)),
-        evaluating("attention values clean", "the product of weights and values", _matmul_calls(1)),
-        training("matmul unknown", "torch.matmul is not in the table of operators", _operator_unknown("matmul")),
+        evaluating(
+            "attention scores clean", "the product of queries and keys", _eager_products(0), variant="checkpointed"
+        ),
+        evaluating(
+            "attention values clean", "the product of weights and values", _eager_products(1), variant="checkpointed"
+        ),
+        training("mm unknown", "the kernel of products is not replaced", _operator_unknown("mm")),
+        evaluating("bmm unknown", "the kernel of attention's products is not replaced", _operator_unknown("bmm")),
         training(
             "gradients clean in the kernel",
             "they are counted and measured, and not noised",
@@ -422,13 +528,13 @@ SABOTAGES = of_group(
         training(
             "noise on gradients of inputs alone",
             "those of weights stay clean",
-            _backward_only((0,)),
+            skipped(_gradient_of("weight")),
             cause=rf"backward.*{_NOISE}",
         ),
         training(
             "noise on gradients of weights alone",
             "those of inputs stay clean",
-            _backward_only((1,)),
+            skipped(_gradient_of("input")),
             cause=rf"backward.*{_NOISE}",
         ),
         training(
@@ -439,8 +545,8 @@ SABOTAGES = of_group(
         ),
         training(
             "gradients of attention clean",
-            "both its products",
-            skipped(_straight_gradient("matmul")),
+            "those of both its products",
+            skipped(_gradient_of_attention),
             cause=rf"backward.*{_NOISE}",
         ),
         training(
@@ -483,27 +589,38 @@ SABOTAGES = of_group(
         training(
             "recomputed layers clean",
             "gradient checkpointing computes them without noise",
-            _recomputed("none"),
+            skipped(lambda call: call.is_again),
             variant="checkpointed",
         ),
-        training("recomputed layers with other noise", "they draw anew", _recomputed("other"), variant="checkpointed"),
+        training(
+            "recomputed layers with other noise",
+            "they draw anew",
+            kernel(_other_numbers, lambda call: call.is_again),
+            variant="checkpointed",
+        ),
         training(
             "softmax unknown",
-            "softmax is not in the table of operators",
-            _operator_unknown("softmax"),
+            "its kernel is not replaced",
+            _operator_unknown("_softmax"),
             variant="checkpointed",
         ),
         training(
             "activation unknown",
-            "silu is not in the table of operators",
+            "the kernel of silu is not replaced",
             _operator_unknown("silu"),
             variant="checkpointed",
         ),
         training("norms clean", "RMSNorm gets no noise", _norms_clean(), variant="checkpointed"),
+        training(
+            "norms clean in the kernel",
+            "they are counted and not noised",
+            skipped(lambda call: call.operator == "norm"),
+            variant="checkpointed",
+        ),
         evaluating(
             "softmax clean in the kernel",
             "it is counted and not noised",
-            skipped(lambda call: call.operator == "softmax"),
+            skipped(lambda call: call.operator == "_softmax"),
             variant="checkpointed",
         ),
         evaluating(
