@@ -39,10 +39,10 @@ from aqnpipe.diagnosis.diagnose import diagnose_model
 from aqnpipe.errors import AqnpipeError, ReceiptError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.noisy_passes import PassNoise, TransformersPasses, pass_receipt
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.loading import load_model
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.measure_arm import measure_arm
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -61,7 +61,6 @@ OTHERS: dict[str, Arm] = {
     "AQN": Arm(description="", aqn=AdaptiveNoise(schedule=ConstantSigma(sigma=0.05))),
     "module noise": Arm(description="", module_noise=ModuleNoise(modules="linear", error=ERROR)),
 }
-OPERANDS = {"scaled_dot_product_attention": 3}
 """Operands with a gradient by operator; the others have 2."""
 
 
@@ -126,9 +125,9 @@ def _forward_and_backward(model: PreTrainedModel, arm: Arm, tokens: Tensor) -> d
         count.section = "forward"
         with phase_noise(model, spec, "actor_forward", KEY, recorder, backward=True):
             logits = model(input_ids=tokens, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        count.section = "backward"
-        loss.backward()
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            count.section = "backward"
+            loss.backward()
     model.zero_grad(set_to_none=True)
     receipt = recorder.receipt()
     return {
@@ -142,13 +141,9 @@ def _share_of(receipt: Receipt) -> float:
 
 
 def _share_of_gradients(receipt: Receipt) -> float:
-    """Return the share of the operands of noised products whose gradients have noise."""
-    calls: dict[str, int] = {}
-    for cell in receipt.cells:
-        calls[cell.operator] = calls.get(cell.operator, 0) + cell.calls
-    products = {name for name in calls if not name.startswith(("softmax", "silu", "gelu", "layer_norm", "rms_norm"))}
-    operands = sum(calls[name] * OPERANDS.get(name, 2) for name in products if "." not in name)
-    return sum(calls[name] for name in products if ".gradient" in name) / operands
+    """Return the share of the products of the backward pass that have noise."""
+    record = next(record for record in receipt.phases if record.phase == "backward")
+    return record.noised_calls / (record.noised_calls + sum(record.escaped.values()))
 
 
 def _decode(model: PreTrainedModel, arm: Arm, tokens: Tensor) -> tuple[float, float]:

@@ -27,7 +27,8 @@ from transformers import Qwen2ForCausalLM
 
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 BATCHES, ROUNDS = (1, 32, 128), 3

@@ -31,9 +31,9 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import NoiseSpec, OperatorNoise, OperatorSet, Phase, RelativeGaussian
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.noise.audit.phase_audit import audited_backward
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -139,9 +139,7 @@ class Work:
         recorder = self._recorder(spec, "actor_forward", operators)
         key = NoiseKey(seed=0, step=self.step)
         with phase_noise(self.model, spec, "actor_forward", key, recorder, backward=True):
-            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        with audited_backward(self.model, recorder):
-            loss.backward()
+            self.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         recorder.count_forward("backward")
         recorder.settle()
         self.model.zero_grad()

@@ -30,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.config.noise import NoiseSpec, OperatorNoise, Phase, RelativeGaussian
-from aqnpipe.noise.audit.phase_audit import audited_backward
-from aqnpipe.noise.injection.phase import NoiseKey, phase_noise
+from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -148,9 +148,7 @@ def training_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
 
     def step(noise: Noise) -> None:
         with noise() as recorder:
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        with audited_backward(model, recorder) if recorder is not None else nullcontext():
-            loss.backward()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if recorder is not None:
             recorder.count_forward("backward")
         model.zero_grad()

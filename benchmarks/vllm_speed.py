@@ -25,9 +25,9 @@ from aqnpipe.data.generated import generate_problems
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.noisy_passes import NoisyGenerator, PassNoise, TransformersPasses, pass_receipt
 from aqnpipe.generation.vllm.engine import VllmEngine
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model
 from aqnpipe.models.tokenizer import build_tokenizer
-from aqnpipe.noise.injection.phase_state import NoiseKey
 
 CONSOLE = Console(width=200)
 NOISES = {

@@ -8,8 +8,8 @@ from noised_products import ProductCount
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from aqnpipe.config.noise import NoiseSpec, OperatorNoise, RelativeGaussian
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.injection.phase_state import NoiseKey
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 TOKENS = torch.arange(3, 27).reshape(2, 12)
@@ -23,8 +23,8 @@ def counted_shares(model, noise):
         count.section = "forward"
         with phase_noise(model, spec, "actor_forward", NoiseKey(seed=0, step=0), recorder, backward=True):
             logits = model(input_ids=TOKENS, use_cache=False).logits
-        count.section = "backward"
-        logits.square().sum().backward()
+            count.section = "backward"
+            logits.square().sum().backward()
     return count.share("forward"), count.share("backward")
 
 
