@@ -254,7 +254,7 @@ def time_parts(trainer: Any) -> dict[str, float]:
             started = time.process_time()
             result = work(*args, **kwargs)
             # A reference has its own model.
-            part = name or ("reference" if args[1] == "reference" else "actor forward")
+            part = name or ("reference" if args[0] is trainer.ref_model else "actor forward")
             parts[part] += time.process_time() - started
             return result
 
@@ -268,7 +268,7 @@ def time_parts(trainer: Any) -> dict[str, float]:
     create = trainer.create_optimizer
     trainer.create_optimizer = create_optimizer
     trainer._generate_single_turn = timed(trainer._generate_single_turn, "rollout")
-    trainer._log_probabilities = timed(trainer._log_probabilities)
+    trainer._computed = timed(trainer._computed)
     trainer.accelerator.backward = timed(trainer.accelerator.backward, "backward")
     return parts
 
