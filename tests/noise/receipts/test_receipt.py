@@ -10,6 +10,7 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import NoiseCell
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 NOISE = OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("rollout",))
@@ -151,3 +152,20 @@ def test_operations_without_noise_are_refused_where_all_were_to_have_it(honest, 
         with_phase(honest, noised_flops=record.noised_flops - record.noised_flops // 500).check()
     part = receipt_of(model, NOISE.model_copy(update={"include_lm_head": False}))
     assert part.check().phases[0].noised_share < 1
+
+
+@pytest.mark.parametrize(("phase", "problems"), [("backward", 0), ("rollout", 1)])
+def test_gradients_may_all_be_zero_where_they_were_sampled(phase, problems):
+    cell = NoiseCell(
+        phase=phase,
+        operator="_softmax_backward_data",
+        layer=1,
+        error="relative_gaussian",
+        calls=4,
+        elements=64,
+        requested=0.05,
+        measured=None,
+        mean_error=None,
+        measured_elements=0,
+    )
+    assert len(cell.problems()) == problems

@@ -97,6 +97,9 @@ class NoiseCell(ReceiptModel):
         if self.error == "measured" and not self.requested:
             # An operator whose measured error is zero: the audit compares its values, there is no size.
             return []
+        if self.phase == "backward" and not self.measured_elements:
+            # Gradients may be zero in all that was sampled. The audit says if it recomputed none in the whole phase.
+            return []
         if self.measured is None or self.mean_error is None or not self.measured_elements:
             return [f"{self.where}: {self.calls} noised calls but nothing measured"]
         is_gaussian = self.error in ("relative_gaussian", "absolute_gaussian", "measured")
