@@ -65,6 +65,9 @@ OUTSIDE = "no layer"
 ONE_TOKEN, SEVERAL_TOKENS, WITH_GRADIENTS = "one token", "several tokens", " with gradients"
 """Kinds of passes."""
 
+SINGLE_LAYERS = "single layers"
+"""Passes of which a part was observed."""
+
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -248,6 +251,7 @@ class Audit:
     def _observe(self, local: _Thread, modules: Mapping[int, nn.Module], kind: str | None) -> None:
         """Observe this pass: all of it if it has a kind, otherwise the given part alone."""
         self.before_observed()
+        self.receipt.observed[SINGLE_LAYERS if kind is None else kind] += 1
         earlier = local.pending if kind is not None and kind.endswith(WITH_GRADIENTS) else None
         observation = local.current = Observation(
             self.observe, kind, local.passes + (self._number_of_thread() << 32), self._outside
@@ -395,6 +399,7 @@ class Audit:
             yield
             return
         local.current, local.pending = pending, None
+        self.receipt.observed["backward"] += 1
         pending.switch_on()
         try:
             yield
@@ -646,12 +651,10 @@ class Audit:
         number = self._num_outside
         if number & (number - 1) and number % _EVERY_OUTSIDE:
             return
-        sampled, error = (
-            self._sample_of(operator, dict(enumerate(factors)), result),
-            self.request.error_at(self._outside),
-        )
+        error = self.request.error_at(self._outside)
         if not isinstance(error, AppliedError):
             return
+        sampled = self._sample_of(operator, dict(enumerate(factors)), result)
         cell = Cell(phase, OUTSIDE, operator, str(result.dtype).removeprefix("torch."))
         for found in sampled:
             with self.exactly():

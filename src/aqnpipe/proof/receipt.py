@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
@@ -112,6 +113,7 @@ class MachineReceipt:
         self.passes = self.gradient_passes = 0
         self.backward_passes = 0
         self.audited_passes = 0
+        self.observed: Counter[str] = Counter()
         self.has_backward = False
         self.operations: tuple[int, int] | None = None
 

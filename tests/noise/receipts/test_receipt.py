@@ -154,8 +154,8 @@ def test_operations_without_noise_are_refused_where_all_were_to_have_it(honest, 
     assert part.check().phases[0].noised_share < 1
 
 
-@pytest.mark.parametrize(("phase", "problems"), [("backward", 0), ("rollout", 1)])
-def test_gradients_may_all_be_zero_where_they_were_sampled(phase, problems):
+@pytest.mark.parametrize(("phase", "zeros", "problems"), [("backward", 16, 0), ("backward", 0, 1), ("rollout", 16, 1)])
+def test_gradients_that_are_zero_as_they_should_be_have_no_size(phase, zeros, problems):
     cell = NoiseCell(
         phase=phase,
         operator="_softmax_backward_data",
@@ -167,5 +167,6 @@ def test_gradients_may_all_be_zero_where_they_were_sampled(phase, problems):
         measured=None,
         mean_error=None,
         measured_elements=0,
+        zeros=zeros,
     )
     assert len(cell.problems()) == problems

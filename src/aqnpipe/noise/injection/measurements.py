@@ -1,5 +1,6 @@
 """Gives a recorder what the machine and the audit of a phase have seen."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,10 +32,6 @@ _ESCAPES = ("of integers", "captured")
 """What the machine counts of products that cannot have the error."""
 
 
-_Exactly = Callable[[], AbstractContextManager[None]]
-"""Has a machine compute exactly in its body."""
-
-
 class PhaseMeasurements:
     """What is measured of one phase. `receipt` is what its audit writes, and continues the earlier ones of the run.
 
@@ -52,6 +49,7 @@ class PhaseMeasurements:
         self._modules = modules
         self._recorder = recorder
         self._norms = Comparison()
+        self._references: dict[str, ReferenceSums] = defaultdict(ReferenceSums)
         self.receipt = MachineReceipt(
             Requested((phase,), "", None), np.random.default_rng(key_at(position, f"audit.{phase}"))
         )
@@ -114,6 +112,10 @@ class PhaseMeasurements:
             relative = np.where(clean == 0, np.inf, (found.slack + found.after) / np.abs(clean))
         least = relative.min(initial=np.inf)
         usable = np.isfinite(used) & (relative <= max(_FEW_BITS_LOST * least, 0.01 * requested_size(error)))
+        if not cell.operator.startswith("module."):
+            differences = (used / np.where(clean == 0, np.inf, clean) - 1)[usable & (clean != 0)]
+            self._references[cell.phase].squares += float(np.square(differences).sum())
+            self._references[cell.phase].relative_elements += differences.size
         rounding = spacing(used, dtype) * np.sqrt((1 if found.plain is None else 2) / 12)
         if isinstance(error, OperatorError):
             # In units of the measured machine: the error over the size that it has there at this element.
@@ -151,11 +153,12 @@ class PhaseMeasurements:
         seen = [seen for cell, seen in self.receipt.cells.items() if cell.phase == phase]
         numbers = others.numbers + sum(each.recomputed for each in seen)
         largest = max((each.largest_deviation for each in seen), default=0.0)
-        reference = ReferenceSums(
-            elements=sum(each.compared + each.recomputed for each in seen),
-            largest_difference=max((each.largest_difference for each in seen), default=0.0),
-        )
+        reference = self._references[phase]
+        reference.elements = sum(each.compared + each.recomputed for each in seen)
+        reference.largest_difference = max((each.largest_difference for each in seen), default=0.0)
         contradictions = others.contradictions | dict.fromkeys(self.receipt.wrong_values(phase), 1)
         self._recorder.add_audit(phase, numbers, largest, contradictions, reference)
-        if reference.elements:
-            self._recorder.count_audit(phase, "backward" if phase == "backward" else "passes")
+        kinds = self.receipt.observed if reference.elements else {}
+        for kind, number in kinds.items():
+            if (kind == "backward") == (phase == "backward"):
+                self._recorder.count_audit(phase, kind, number)

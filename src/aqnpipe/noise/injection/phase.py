@@ -53,6 +53,9 @@ from aqnpipe.proof.audit import Audit
 ACTIVE_KEY = "_aqnpipe_noise_key"
 """Attribute of a model that holds the key of its present phase."""
 
+_ATTENTION_OF = {"eager": "decomposed", "sdpa": "fused"}
+"""How noise must be requested of the attention of a model."""
+
 _MAY_ROUND = (MantissaTruncation, FakeQuantization, OwnError)
 """Errors that may leave nothing but numbers of another format."""
 
@@ -153,12 +156,22 @@ class _RunningPhase:
         self._observation = PassObservation(model, phase, key.step, rounds=rounds)
 
     def _refuse_unfitting(self, noise: OperatorNoise) -> None:
-        """Raise ModelError if the noise names layers that the model does not have, or norms that no parity measures."""
+        """Raise ModelError for layers that the model does not have, and for norms that no parity measures.
+
+        Noise that is requested of another form of attention than the model's has the receipt refused.
+        """
         beyond = sorted({layer for layer in [*(noise.layers or ()), *noise.layer_scales] if layer >= len(self._layers)})
         if beyond:
             raise ModelError(f"operator noise of layers {beyond}: the model has layers 0 to {len(self._layers) - 1}")
         if isinstance(noise.error, MeasuredError):
             refuse_norms_without_weight(self.model)
+        kernel = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        expected = _ATTENTION_OF.get(kernel, noise.attention)
+        if expected != noise.attention and not isinstance(noise.error, FakeQuantization):
+            self.recorder.note_mismatch(
+                f"{self.phase}: operator_noise.attention is {noise.attention}, and the model has {kernel} attention, "
+                f"expected {expected}"
+            )
 
     def _errors_of_modules(self) -> dict[int, ModuleError]:
         stream = hidden_stream(self.phase)
@@ -167,8 +180,10 @@ class _RunningPhase:
             for layer, sigma in self._hidden_sigmas.items()
             if sigma > 0
         }
-        for ordinal, name in enumerate(self._modules if self._module_noise is not None else ()):
-            operator, error = f"module.{name.rpartition('.')[2]}", self._module_noise.error  # type: ignore[union-attr]
+        if self._module_noise is None:
+            return found
+        for ordinal, name in enumerate(self._modules):
+            operator, error = f"module.{name.rpartition('.')[2]}", self._module_noise.error
             found[FIRST_MODULE + ordinal] = ModuleError(operator, layer_of(name), error, f"module.{self.phase}")
         return found
 

@@ -67,6 +67,7 @@ def noise_cell(cell: CellSums) -> NoiseCell:
         measured_elements=cell.ratios.count,
         changed_elements=cell.changed if is_own else None,
         rounding=rounding if is_visible else None,
+        zeros=0 if cell.ratios.count else cell.ratios.zeros,
     )
 
 

@@ -263,4 +263,8 @@ def _reference_check_problems(receipt: ReceiptContent) -> list[str]:
             continue
         if not record.reference_checked_elements:
             problems.append(f"{record.phase}: no operator output was compared with plain torch")
+            continue
+        quantizes = _only_quantizes(receipt, record.phase) and _has_noised_parts(receipt, record.phase)
+        if quantizes and record.reference_check_scale == 0:
+            problems.append(f"{record.phase}: outputs do not differ from plain torch, fake_quantization was requested")
     return problems

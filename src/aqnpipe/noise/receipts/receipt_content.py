@@ -69,6 +69,11 @@ class NoiseCell(ReceiptModel):
         exclude_if=lambda found: found is None,
         description="of an error of a user's own: how many of `elements` it changed; else absent",
     )
+    zeros: int = Field(
+        default=0,
+        exclude_if=lambda found: not found,
+        description="further elements that were recomputed: zero without and with the error; absent if there are none",
+    )
     rounding: float | None = Field(
         default=None,
         exclude_if=lambda found: found is None,
@@ -97,8 +102,8 @@ class NoiseCell(ReceiptModel):
         if self.error == "measured" and not self.requested:
             # An operator whose measured error is zero: the audit compares its values, there is no size.
             return []
-        if self.phase == "backward" and not self.measured_elements:
-            # Gradients may be zero in all that was sampled. The audit says if it recomputed none in the whole phase.
+        if self.phase == "backward" and not self.measured_elements and self.zeros:
+            # Gradients of which all sampled elements are zero, as they should be, have no relative size.
             return []
         if self.measured is None or self.mean_error is None or not self.measured_elements:
             return [f"{self.where}: {self.calls} noised calls but nothing measured"]
@@ -119,10 +124,10 @@ class PhaseRecord(ReceiptModel):
 
     The audit observes some passes of layers in torch's dispatcher. In these it classifies every operation, and
     recomputes sampled numbers of the noise from keys of its own; `contradictions` counts what it found otherwise than
-    requested. The reference check recomputes outputs of linear modules in plain torch, with every torch hook bypassed,
-    and compares them with the values that the model used. `reference_check_difference` is the largest absolute
-    difference where no noise was requested: exactly 0. `reference_check_scale` is the root mean square relative
-    difference where noise was requested, for information.
+    requested. The reference check compares results with those of exact products: of all operators, in float64, or in
+    vLLM's engines those of linear modules in plain torch. `reference_check_difference` is the largest absolute
+    difference, beyond rounding, where no noise was requested: exactly 0. `reference_check_scale` is the root mean
+    square relative difference where noise was requested.
     """
 
     phase: Phase

@@ -229,10 +229,10 @@ class ReceiptRecorder:
         """Note that a forward of this kind has been observed as a whole."""
         self._phase(phase).audit.whole.add(kind)
 
-    def count_audit(self, phase: Phase, kind: str) -> None:
-        """Note one observed pass of a layer."""
+    def count_audit(self, phase: Phase, kind: str, number: int = 1) -> None:
+        """Note observed passes of a kind."""
         passes = self._phase(phase).audit.passes
-        passes[kind] = passes.get(kind, 0) + 1
+        passes[kind] = passes.get(kind, 0) + number
 
     def count_classified(self, phase: Phase, operations: int) -> None:
         """Note operations that an audit classified."""

@@ -61,7 +61,7 @@ class RatioSums:
 
     `rounded_count` of the errors are of 16-bit tensors: the expected sum of their squares is `expected_squares`, with
     the variance `expected_variance` (see `rounding`). `rounding_squares`: the expected sum of the squares of what
-    rounding the results adds to them.
+    rounding the results adds to them. `zeros`: values that are zero before and after, and have no relative error.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -74,6 +74,7 @@ class RatioSums:
     expected_squares: float = 0.0
     expected_variance: float = 0.0
     rounding_squares: float = 0.0
+    zeros: int = 0
 
     def add(self, before: Tensor, after: Tensor, scale: float | None = None) -> None:
         """Add the errors of `after` relative to `before` (same shapes).
@@ -90,6 +91,7 @@ class RatioSums:
         """Add the errors of the values `used` relative to the values `clean`."""
         difference = used - clean
         known = clean != 0
+        self.zeros += int((~known & (used == 0)).sum())
         match self.quantity:
             case "relative" | "measured":
                 ratio = difference[known] / clean[known]
