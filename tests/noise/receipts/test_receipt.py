@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
@@ -170,3 +171,21 @@ def test_gradients_that_are_zero_as_they_should_be_have_no_size(phase, zeros, pr
         zeros=zeros,
     )
     assert len(cell.problems()) == problems
+
+
+@pytest.mark.parametrize(
+    ("kernel", "requested", "found"),
+    [("eager", "fused", "decomposed"), ("sdpa", "decomposed", "fused"), ("eager", "decomposed", None)],
+)
+def test_attention_of_another_form_than_requested_is_refused(make_model, kernel, requested, found):
+    model = make_model(attn_implementation=kernel)
+    problems = receipt_of(model, NOISE.model_copy(update={"attention": requested})).problems()
+    assert any(f"expected {found}" in problem for problem in problems) == (found is not None), problems
+    assert bool(problems) == (found is not None)
+
+
+def test_sdpa_attention_that_torch_computes_as_two_products_has_the_noise(make_model):
+    model = make_model(attn_implementation="sdpa")
+    with sdpa_kernel(SDPBackend.MATH):
+        receipt = receipt_of(model, NOISE.model_copy(update={"attention": "fused"})).check()
+    assert {cell.operator for cell in receipt.cells} == {"mm", "bmm"}
