@@ -165,7 +165,7 @@ class _RunningPhase:
             raise ModelError(f"operator noise of layers {beyond}: the model has layers 0 to {len(self._layers) - 1}")
         if isinstance(noise.error, MeasuredError):
             refuse_norms_without_weight(self.model)
-        kernel = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        kernel = str(getattr(getattr(self.model, "config", None), "_attn_implementation", None))
         expected = _ATTENTION_OF.get(kernel, noise.attention)
         if expected != noise.attention and not isinstance(noise.error, FakeQuantization):
             self.recorder.note_mismatch(
