@@ -209,7 +209,7 @@ def test_an_operator_that_the_parity_lacks_is_refused(model, ids):
     figures = figures_of(model)
     del figures["layers.0.gate_proj"]
     error = MeasuredError(source="machine.json", figures=figures)
-    with pytest.raises(ModelError, match="part 0: the parity of the measured error has no operator gate_proj"):
+    with pytest.raises(ModelError, match="layer 0: the parity of the measured error has no operator gate_proj"):
         run(model, ids, error)
 
 
