@@ -30,12 +30,12 @@ class ForwardPasses:
         # Depth of the outermost module that computes, and the thread that called it.
         self._running: tuple[int, int] | None = None
 
-    def hooks(self, *, prepend: bool = False) -> list[Any]:
-        """Register the hooks and return their handles; `prepend`: `enter` comes ahead of other hooks."""
+    def hooks(self) -> list[Any]:
+        """Register the hooks and return their handles."""
         handles = []
         for module in self._depths:
             before, after = PlaceHook(self._before), PlaceHook(self._after)
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=prepend))
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after, always_call=True))
         return handles
 
