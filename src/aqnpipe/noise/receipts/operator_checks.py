@@ -206,6 +206,12 @@ def _noise_of_wrong_size(receipt: ReceiptContent) -> list[str]:
             problems.append(f"{cell.where}: noised with {cell.error} {cell.requested:g}, which was not requested")
         elif cell.phase not in contradicted:
             problems += cell.problems()
+    without_size = [cell for cell in receipt.cells if cell.is_zero]
+    problems += [
+        f"{phase} noise has no size: all results that were recomputed are zero"
+        for phase in dict.fromkeys(cell.phase for cell in without_size)
+        if not any(cell.measured_elements for cell in receipt.cells if cell.phase == phase)
+    ]
     return problems
 
 

@@ -86,6 +86,11 @@ class NoiseCell(ReceiptModel):
         return self.measured is not None and self.rounding is not None and self.measured < self.requested / 2
 
     @property
+    def is_zero(self) -> bool:
+        """Whether it is of a gradient that was zero wherever it was recomputed: noise on it has no relative size."""
+        return self.phase == "backward" and not self.measured_elements and self.zeros > 0
+
+    @property
     def is_module(self) -> bool:
         """Whether the cell belongs to module noise."""
         return self.operator.startswith("module.")
@@ -102,8 +107,7 @@ class NoiseCell(ReceiptModel):
         if self.error == "measured" and not self.requested:
             # An operator whose measured error is zero: the audit compares its values, there is no size.
             return []
-        if self.phase == "backward" and not self.measured_elements and self.zeros:
-            # Gradients of which all sampled elements are zero, as they should be, have no relative size.
+        if self.is_zero:
             return []
         if self.measured is None or self.mean_error is None or not self.measured_elements:
             return [f"{self.where}: {self.calls} noised calls but nothing measured"]
