@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from smallest import parse
 from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.profiler import ProfilerActivity, profile
 
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import NoiseSpec, OperatorNoise, OperatorSet, Phase, RelativeGaussian
@@ -95,15 +96,20 @@ def in_place_of_the_kernel(replacement: Callable[[Tensor, float, NoiseStream], T
 
 
 def peak_bytes(operators: OperatorSet | None, sequences: int) -> int:
-    """Return the peak bytes of all tensors in a training step, including weights and gradients."""
+    """Return the peak bytes of all tensors in a training step, including weights and gradients.
+
+    torch's allocator is asked: a dispatch mode does not see what the kernels of a simulated machine allocate.
+    """
     work = Work(sequences)
     work.train_step(operators)
-    tracker = MemTracker()
-    tracker.track_external(work.model)
-    with tracker:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         work.train_step(operators)
-    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-    return int(snapshot["Total"])
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    allocated = max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
+    return int(allocated) + sum(weight.nbytes for weight in work.model.parameters())
 
 
 class Work:

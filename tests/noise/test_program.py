@@ -82,6 +82,10 @@ def test_a_program_without_torch_is_refused(command_line):
         (["--noise", "1.5"], "--noise: found 1.5, expected a number above 0 and below 1"),
         (["--error", "kind=nothing"], "kind"),
         (["--error", "kind=relative_gaussian,scale=x"], "scale"),
+        (["--noise", "0.05", "--operators", "some"], "operators: found 'some', expected 'matmul' or 'all'"),
+        (["--fault", "type=dead_zone,layer=1,magnitude=2"], "faults.0.magnitude"),
+        (["--fault", "type=dead_zone,layer=1,magnitude=0.1", "--only", "bmm"], "--only and --operators are of errors"),
+        (["--error", "kind=own,function=nowhere:function,size=1"], "nowhere"),
     ],
 )
 def test_wrong_arguments_are_one_line(command_line, arguments, message):
@@ -107,6 +111,47 @@ def test_nothing_happens_without_the_variable(monkeypatch):
 def test_a_wrong_specification_ends_the_process():
     with pytest.raises(ConfigError, match=r"AQNPIPE_MACHINE: .*scale"):
         begin('{"error": {"kind": "relative_gaussian", "scale": -1}, "receipts": "x"}')
+
+
+FAULT = "type=noise,layer=1,magnitude=0.1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--noise", "0.05", "--operators", "all"], "286 of 286 products had relative gaussian scale 0.05, measured"),
+        (
+            ["--error", "kind=fake_quantization,format=mxfp4,activations=true"],
+            "196 of 229 products had fake quantization format mxfp4 activations True from",
+        ),
+        (
+            ["--error", "kind=own,function=own_errors:scaled,size=0.05"],
+            "223 of 223 products had own function own_errors:scaled size 0.05 from",
+        ),
+        (["--fault", FAULT], "noise in layer 1 (layer_output) changed 4,608 of 4,608 values in 3 calls in 1 process"),
+        (
+            ["--noise", "0.05", "--fault", "type=dead_zone,layer=1,magnitude=0.3,site=q_proj", "--fault", FAULT],
+            "values in 3 calls; noise in layer 1 (layer_output) changed 4,608 of 4,608 values",
+        ),
+    ],
+)
+def test_forms_of_errors_and_faults_on_a_decoder_with_checkpoints(execute, monkeypatch, tmp_path, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_errors.py").write_text(
+        "def scaled(values, normals):\n    return values * (1 + 0.05 * normals[0])\n"
+    )
+    code, printed, lines = execute(*arguments, program="decoder.py")
+    assert code == 0, lines
+    assert said in lines[-1]
+    assert execute(*arguments, program="decoder.py")[1] == printed
+
+
+@pytest.mark.slow
+def test_a_fault_that_no_model_has_is_refused(execute):
+    code, _, lines = execute("--fault", "type=noise,layer=7,magnitude=0.1", program="decoder.py")
+    assert code == 2
+    assert lines[-1].endswith("changed none of 0 values, expected a program that calls a decoder with a layer 7")
 
 
 @pytest.mark.slow

@@ -6,14 +6,19 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
 from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.own_code import located
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ReceiptError
 from aqnpipe.noise.autoload import VARIABLE
+
+if TYPE_CHECKING:
+    from aqnpipe.noise.program import ProgramMachine
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -24,6 +29,10 @@ def execute(
     error: Annotated[
         str | None, typer.Option(help="another error in place of --noise: kind=mantissa_truncation,mantissa_bits=7")
     ] = None,
+    fault: Annotated[
+        list[str] | None, typer.Option(help="a hardware fault: type=dead_zone,layer=3,magnitude=0.1,site=mlp_output")
+    ] = None,
+    operators: Annotated[str, typer.Option(help="matmul, or all: softmax, activations and norms too")] = "matmul",
     seed: Annotated[int, typer.Option(help="seed of the noise")] = 0,
     backward: Annotated[bool, typer.Option(help="put errors on gradients too")] = True,
     only: Annotated[
@@ -31,7 +40,7 @@ def execute(
     ] = None,
     receipts: Annotated[Path | None, typer.Option(help="folder for the receipts of all processes")] = None,
 ) -> None:
-    """Run a program whose every matrix product has an error, in all processes that it starts.
+    """Run a program on a noisy or faulty machine: every matrix product has the error, in all processes it starts.
 
     The program needs no change: torch loads the machine by itself, with this package in the program's environment.
     Compiled code would not pass the replaced kernels, so Dynamo is switched off. Ends with one line of what was
@@ -48,21 +57,25 @@ def execute(
         raise ConfigError(f"--receipts: {folder} cannot be made: {problem.strerror}") from problem
     if receipts is not None and any(folder.glob("*.json")):
         raise ConfigError(f"--receipts: {folder} has receipts of an earlier run, expected an empty folder")
+    if noise is None and error is None and (only or operators != "matmul"):
+        raise ConfigError("--only and --operators are of errors, expected --noise or --error")
     content = {
-        "error": _error(noise, error),
+        "error": _error(noise, error, has_faults=bool(fault)),
         "seed": seed,
         "backward": backward,
+        "operators": operators,
         "only": only or [],
+        "faults": [_settings(each) for each in fault or []],
         "receipts": folder,
     }
     try:
-        machine = ProgramMachine.model_validate(content)
+        machine = _planned(ProgramMachine.model_validate(content))
     except ValidationError as problem:
         raise ConfigError(describe_validation_error(problem)) from problem
     environment = os.environ | {VARIABLE: machine.model_dump_json(), "TORCHDYNAMO_DISABLE": "1"}
     try:
         ended = subprocess.run(command, env=environment, check=False)  # noqa: S603
-        receipt, num_processes = read_receipts(folder, machine.requested)
+        receipt, faults, num_processes = read_receipts(folder, machine)
         had_receipts = any(folder.glob("*.json"))
     except OSError as problem:
         raise ConfigError(f"{command[0]}: {problem.strerror}") from problem
@@ -81,9 +94,25 @@ def execute(
     scale = receipt.measured_scale
     measured = "" if scale is None else f", measured scale {scale:.4f}"
     without = "".join(f", {number:,} {what}" for what, number in sorted(receipt.without_error().items()))
+    said = [
+        f"{receipt.noised:,} of {receipt.products:,} products had {machine.requested.error}{measured} from "
+        f"{receipt.recomputed_numbers:,} recomputed values"
+    ]
+    said = said[: machine.error is not None]
+    for record in faults:
+        where = f"{record.fault.type} in layer {record.fault.layer} ({record.fault.site})"
+        said.append(
+            f"{where} changed {record.affected_elements:,} of {record.elements:,} values in {record.calls} calls"
+        )
+        if not record.affected_elements:
+            expected = (
+                "a larger magnitude"
+                if record.calls
+                else f"a program that calls a decoder with a layer {record.fault.layer}"
+            )
+            problems.append(f"{where} changed none of {record.elements:,} values, expected {expected}")
     typer.echo(
-        f"aqnpipe: {receipt.noised:,} of {receipt.products:,} products had {machine.requested.error}{measured} from "
-        f"{receipt.recomputed_numbers:,} recomputed values in {num_processes} process{'es' * (num_processes != 1)}"
+        f"aqnpipe: {'; '.join(said)} in {num_processes} process{'es' * (num_processes != 1)}"
         f"{'; without' if without else ''}{without.removeprefix(',')}"
         + ("" if receipts is None else f"; receipts in {receipts}"),
         err=True,
@@ -94,14 +123,32 @@ def execute(
         raise ReceiptError("; ".join(problems))
 
 
-def _error(noise: float | None, error: str | None) -> dict[str, Any]:
+def _error(noise: float | None, error: str | None, *, has_faults: bool) -> dict[str, Any] | None:
+    if has_faults and noise is None and error is None:
+        return None
     if (noise is None) == (error is None):
         raise ConfigError(f"found --noise {noise} and --error {error}, expected exactly one of the two")
     if noise is not None:
         if not 0 < noise < 1:
             raise ConfigError(f"--noise: found {noise:g}, expected a number above 0 and below 1")
         return {"kind": "relative_gaussian", "scale": noise}
-    settings = dict(pair.partition("=")[::2] for pair in (error or "").split(","))
+    return _settings(error or "")
+
+
+def _planned(machine: "ProgramMachine") -> "ProgramMachine":
+    """Return a machine with the digest of a user's own error; ConfigError if its function is not usable."""
+    error = machine.error
+    if not isinstance(error, OwnError):
+        return machine
+    from aqnpipe.noise.kernels.own import refuse_unusable
+
+    own = error.model_copy(update={"function": located(error.function, Path.cwd())}).planned()
+    refuse_unusable(own)
+    return machine.model_copy(update={"error": own})
+
+
+def _settings(text: str) -> dict[str, Any]:
+    settings = dict(pair.partition("=")[::2] for pair in text.split(","))
     return {name: _number(value) for name, value in settings.items()}
 
 

@@ -7,7 +7,7 @@ proof (the audit in `aqnpipe.proof` looks from above and computes again); it say
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -132,21 +132,29 @@ class Machine:
         handles: list[Any] = []
         try:
             # Compiled code would not pass the kernels of operators.
-            # The last product of a layer that is computed again must run, too: it marks its factors.
-            with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(not self._rounds_activations):
-                handles = self.places.hooks(roots, parts)
-                handles += self.norm_hooks(roots if self._is_measured else parts.values())
-                if self._is_measured:
-                    # Behind those of norms, whose errors are put on within their call.
-                    handles += self.places.name_hooks(named_modules(roots[0]))
-                if self._is_quantized:
-                    mark = PlaceHook(lambda module, *_: mark_weights(module))
-                    handles += [root.register_forward_pre_hook(mark) for root in roots]
+            with torch.compiler.set_stance("force_eager"), self.whole_checkpoints():
+                handles = self.add_model(roots, parts)
                 yield
         finally:
             self.stop()
             for handle in handles:
                 handle.remove()
+
+    def whole_checkpoints(self) -> AbstractContextManager[None]:
+        """Make layers that are computed again compute their last product too, where it marks its factors."""
+        return set_checkpoint_early_stop(False) if self._rounds_activations else nullcontext()
+
+    def add_model(self, roots: Sequence[nn.Module], parts: Mapping[int, nn.Module]) -> list[Any]:
+        """Register the hooks on a model and return their handles: its `parts` by number, and all that contain them."""
+        handles = self.places.hooks(roots, parts)
+        handles += self._norm_hooks(roots if self._is_measured else parts.values())
+        if self._is_measured:
+            # Behind those of norms, whose errors are put on within their call.
+            handles += self.places.name_hooks(named_modules(roots[0]))
+        if self._is_quantized:
+            mark = PlaceHook(lambda module, *_: mark_weights(module))
+            handles += [root.register_forward_pre_hook(mark) for root in roots]
+        return handles
 
     def start(self, before_first: Callable[[], None] | None = None) -> None:
         """Replace the kernels of this process. `before_first` is called before the first result.
@@ -168,11 +176,8 @@ class Machine:
         if self.request.elementwise or (isinstance(self.request.error, MeasuredError) and self.request.error.has_norms):
             self._norms = NormKernels(lambda name, exact: self._on_result(name, exact, 2, ()))
 
-    def norm_hooks(self, modules: Iterable[nn.Module]) -> list[Any]:
-        """Register the hooks of all RMSNorms within `modules`, if they have the error, and return the handles.
-
-        Measured errors are of all norms.
-        """
+    def _norm_hooks(self, modules: Iterable[nn.Module]) -> list[Any]:
+        """Register the hooks of all RMSNorms within `modules`, or for a measured error of all norms, if they have it."""
         if self._norms is None:
             return []
         chosen = is_norm if self._is_measured else is_rms_norm

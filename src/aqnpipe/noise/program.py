@@ -12,8 +12,11 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,11 +27,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from aqnpipe.config.base import describe_validation_error
-from aqnpipe.config.noise import AbsoluteGaussian, MantissaTruncation, RelativeGaussian, SystematicBias
-from aqnpipe.errors import ConfigError
+from aqnpipe.config.noise import FakeQuantization, Fault, OperatorSet, OutputErrorModel
+from aqnpipe.config.own_noise import OwnError
+from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
-from aqnpipe.machine.operators import NOISED
-from aqnpipe.models.parts import parts_of
+from aqnpipe.machine.operators import ELEMENTWISE, NOISED
+from aqnpipe.machine.quantized import mark_weights
+from aqnpipe.models.layout import decoder_layers
+from aqnpipe.models.parts import PlaceHook, parts_of
+from aqnpipe.models.sites import site_module
+from aqnpipe.noise.injection.faults import FaultHook, FaultRecord
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.proof.audit import Audit, AuditRequest
 from aqnpipe.proof.observation import watch_backward
@@ -47,19 +55,21 @@ class ProgramMachine(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    error: Annotated[
-        RelativeGaussian | AbsoluteGaussian | SystematicBias | MantissaTruncation, Field(discriminator="kind")
-    ]
+    error: Annotated[OutputErrorModel | FakeQuantization, Field(discriminator="kind")] | None = None
     seed: int = 0
     backward: bool = True
+    operators: OperatorSet = "matmul"
     only: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
     receipts: Path
 
     @property
     def requested(self) -> Requested:
         """What a receipt must show."""
-        phases = (_STREAM, "backward") if self.backward else (_STREAM,)
-        return Requested(phases, described(self.error), getattr(self.error, "scale", None))
+        phases = () if self.error is None else (_STREAM, "backward") if self.backward else (_STREAM,)
+        own = self.error if isinstance(self.error, OwnError) else None
+        scale = getattr(self.error, "scale", None)
+        return Requested(phases, described(self.error), scale, self.operators == "all", own)
 
 
 def begin(specification: str) -> None:
@@ -78,18 +88,22 @@ class _Program:
 
     def __init__(self, settings: ProgramMachine) -> None:
         self._settings = settings
-        operators = frozenset(pattern for pattern in settings.only if pattern in NOISED)
+        known = NOISED | (ELEMENTWISE if settings.operators == "all" else frozenset())
+        operators = frozenset(pattern for pattern in settings.only if pattern in known)
         self._patterns = [pattern for pattern in settings.only if pattern not in operators]
         self._operators = operators or None
         self._selected: set[int] | None = set() if self._patterns else None
         self._models: set[nn.Module] = set()
         self._handles: list[Any] = []
         self._numbers: dict[nn.Module, int] = {}
+        self._until_the_end = ExitStack()
         self._prepare()
 
     def _prepare(self) -> None:
         settings = self._settings
         self._process, self._written, self._looks = os.getpid(), time.monotonic(), 0
+        self._faults = tuple(map(FaultRecord, settings.faults))
+        is_all = settings.operators == "all"
         self.receipt = MachineReceipt(
             settings.requested, np.random.default_rng(derive_seed(settings.seed, "exec audit"))
         )
@@ -101,18 +115,21 @@ class _Program:
             self._selected,
             settings.backward,
             self._operators,
+            is_all,
         )
         self._audit = Audit(request, self.receipt, _OUTSIDE)
         key = NoiseKey(settings.seed)
         self._machine = Machine(
-            Request(settings.error, key, _OUTSIDE, _STREAM, self._selected, settings.backward, self._operators),
+            Request(settings.error, key, _OUTSIDE, _STREAM, self._selected, settings.backward, self._operators, is_all),
             self._observe_outside,
         )
+        self._audit.exactly = self._machine.exactly
         self._identity: int | None = None
 
     def start(self) -> None:
         """Replace the kernels and watch modules, optimisers and backward passes."""
         self._machine.start(before_first=self._identify)
+        self._until_the_end.enter_context(self._machine.whole_checkpoints())
         nn.modules.module.register_module_forward_pre_hook(self._called)
         register_optimizer_step_pre_hook(lambda *_: self._machine.switch_off(IN_OPTIMISER))
         register_optimizer_step_post_hook(lambda *_: self._machine.switch_off(None))
@@ -161,19 +178,46 @@ class _Program:
         modules = {self._numbers[part]: part for part in parts.modules.values()}
         roots = [root for root in parts.roots if root not in self._models]
         self._models.update(roots, modules.values())
-        self._handles += self._audit.add_model(roots, modules, {number: path for path, number in numbers.items()})
-        self._handles += self._machine.places.hooks(roots, {self._numbers[part]: part for part in new.values()})
+        self._handles += self._machine.add_model(roots, {self._numbers[part]: part for part in new.values()})
         # This call of the module has collected its hooks already; those behind it run.
         self._machine.places.enter_root(module)
-        self._audit.enter(module, args, {})
+        if self._settings.error is not None:
+            self._handles += self._audit.add_model(roots, modules, {number: path for path, number in numbers.items()})
+            mark_weights(module)
+            self._audit.enter(module, args, {})
+        if new:
+            self._add_faults(module)
+
+    def _add_faults(self, model: nn.Module) -> None:
+        """Put the faults on a decoder that has their layers; raise ModelError if such a layer lacks the site."""
+        try:
+            layers = decoder_layers(model)
+        except ModelError:
+            # A loss, an encoder: the receipt refuses a fault that no model of the program has.
+            return
+        for number, record in enumerate(self._faults):
+            if record.fault.layer >= len(layers):
+                continue
+            site = site_module(model, record.fault.layer, record.fault.site)
+            call = partial(self._fault_call, number)
+            self._handles.append(site.register_forward_hook(PlaceHook(FaultHook(record, call))))
+
+    def _fault_call(self, number: int) -> int:
+        self._write_sometimes()
+        # By place, so that a layer that is computed again has the same fault.
+        return self._machine.request.key.derived(f"fault.{_STREAM}", self._machine.places.passed(), number)
 
     def _observe_outside(
         self, phase: str, operator: str, result: Tensor, factors: tuple[Tensor, ...], source: NoiseStream
     ) -> None:
         self._looks += 1
-        if self._looks % _RESULTS_BETWEEN_LOOKS == 0 and time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
-            self._write()
+        if self._looks % _RESULTS_BETWEEN_LOOKS == 0:
+            self._write_sometimes()
         self._audit.observe_outside(phase, operator, result, factors, source)
+
+    def _write_sometimes(self) -> None:
+        if time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
+            self._write()
 
     def _write(self) -> None:
         if os.getpid() != self._process:
@@ -181,12 +225,14 @@ class _Program:
         self._written = time.monotonic()
         self._settings.receipts.mkdir(parents=True, exist_ok=True)
         target = self._settings.receipts / f"{self._process}.json"
-        partial = target.with_suffix(".part")
-        partial.write_text(json.dumps(_content(self.receipt, self._machine.counts)))
-        partial.replace(target)
+        unfinished = target.with_suffix(".part")
+        unfinished.write_text(json.dumps(_content(self.receipt, self._machine.counts, self._faults)))
+        unfinished.replace(target)
 
 
-def _content(receipt: MachineReceipt, counts: Counter[tuple[str, str, str]]) -> dict[str, Any]:
+def _content(
+    receipt: MachineReceipt, counts: Counter[tuple[str, str, str]], faults: Sequence[FaultRecord]
+) -> dict[str, Any]:
     return {
         "argv": sys.argv,
         "torch": torch.__version__,
@@ -195,15 +241,17 @@ def _content(receipt: MachineReceipt, counts: Counter[tuple[str, str, str]]) -> 
         "escapes": receipt.escapes,
         "notes": receipt.notes,
         "passes": [receipt.passes, receipt.backward_passes, receipt.audited_passes],
+        "faults": [[record.calls, record.elements, record.affected_elements] for record in faults],
     }
 
 
-def read_receipts(folder: Path, requested: Requested) -> tuple[MachineReceipt, int]:
-    """Return the receipt of all processes that wrote one to `folder`, and how many of them computed products."""
-    total, num_processes = MachineReceipt(requested, np.random.default_rng(0)), 0
+def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt, tuple[FaultRecord, ...], int]:
+    """Return the receipt and the faults of all processes that wrote one to `folder`, and how many of them computed."""
+    total, num_processes = MachineReceipt(machine.requested, np.random.default_rng(0)), 0
+    faults = tuple(map(FaultRecord, machine.faults))
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
-        num_processes += bool(content["counts"])
+        num_processes += bool(content["counts"]) or any(calls for calls, _, _ in content["faults"])
         total.count({(phase, operator, what): number for phase, operator, what, number in content["counts"]})
         for *cell, seen in content["cells"]:
             total.add(Cell(*cell), Seen(**seen))
@@ -213,4 +261,7 @@ def read_receipts(folder: Path, requested: Requested) -> tuple[MachineReceipt, i
         passes, backward, audited = content["passes"]
         total.passes, total.backward_passes = total.passes + passes, total.backward_passes + backward
         total.audited_passes += audited
-    return total, num_processes
+        for record, (calls, elements, affected) in zip(faults, content["faults"], strict=True):
+            record.calls, record.elements = record.calls + calls, record.elements + elements
+            record.affected_elements += affected
+    return total, faults, num_processes

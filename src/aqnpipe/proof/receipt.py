@@ -90,7 +90,7 @@ def described(error: AppliedError | MeasuredError | None) -> str:
     """Return an error model in words."""
     if error is None:
         return "no error"
-    settings = error.model_dump(exclude={"kind", "figures"}, exclude_none=True)
+    settings = error.model_dump(exclude={"kind", "figures", "source_sha256"}, exclude_none=True, exclude_defaults=True)
     values = [
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in settings.items()
     ]

@@ -6,7 +6,7 @@ each call. A cached one is kept from the first call, so that thresholds are abso
 constant.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -122,7 +122,7 @@ def simulated_faults(model: nn.Module, faults: Sequence[Fault]) -> Iterator[tupl
     with ExitStack() as stack:
         for record in records:
             module = site_module(model, record.fault.layer, record.fault.site)
-            stack.callback(module.register_forward_hook(_FaultHook(record)).remove)
+            stack.callback(module.register_forward_hook(FaultHook(record)).remove)
         yield records
 
 
@@ -193,27 +193,35 @@ def simulated_fault_hooks(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if any(isinstance(hook, _FaultHook) for hook in module._forward_hooks.values())
+        if any(isinstance(hook, FaultHook) for hook in module._forward_hooks.values())
     ]
 
 
-class _FaultHook:
-    """Forward hook that replaces a module's output and counts the changed elements."""
+class FaultHook:
+    """Forward hook that replaces a module's output and counts the changed elements.
 
-    def __init__(self, record: FaultRecord) -> None:
+    `call` gives what the random numbers of a call are keyed by; by default calls are numbered.
+    """
+
+    def __init__(self, record: FaultRecord, call: Callable[[], int] | None = None) -> None:
         self.record = record
         self.active = ActiveFault(record.fault)
+        self._call = call
 
     def __call__(
         self, module: nn.Module, args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]
     ) -> Tensor | tuple[Tensor, ...]:
+        """Return the output of the site with the fault."""
         if isinstance(output, tuple):
             return (self._apply(output[0]), *output[1:])
         return self._apply(output)
 
     def _apply(self, hidden: Tensor) -> Tensor:
         record = self.record
-        faulted = self.active.apply(hidden, record.calls)
+        faulted = self.active.apply(hidden, record.calls if self._call is None else self._call())
+        if torch._C._current_autograd_node() is not None:
+            # A backward pass computes the layer again.
+            return faulted
         record.num_channels = len(self.active.channels)
         record.num_faulty_channels = int(self.active.channels.sum())
         record.calls += 1
