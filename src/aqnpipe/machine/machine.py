@@ -177,7 +177,7 @@ class Machine:
             self._norms = NormKernels(lambda name, exact: self._on_result(name, exact, 2, ()))
 
     def _norm_hooks(self, modules: Iterable[nn.Module]) -> list[Any]:
-        """Register the hooks of all RMSNorms within `modules`, or for a measured error of all norms, if they have it."""
+        """Register the hooks of all RMSNorms in `modules`, or for a measured error of all norms, if they have it."""
         if self._norms is None:
             return []
         chosen = is_norm if self._is_measured else is_rms_norm
