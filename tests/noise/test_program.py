@@ -64,9 +64,13 @@ def test_only_some_operators(execute):
 def test_a_killed_program_and_processes_of_multiprocessing(execute):
     code, _, lines = execute("--noise", "0.05", "--no-backward", words=["pool", "kill"])
     assert code == 137
-    # Two products forward per step and one outside; one in each of two processes.
+    # One product in each of two processes.
     assert lines[-1].startswith("aqnpipe: 2 of 2 products")
     assert "in 2 processes" in lines[-1]
+    code, _, lines = execute("--noise", "0.05", words=["late"])
+    assert code == 137
+    # Two forward and three backward per step: what was computed before a kill is in the receipt.
+    assert lines[-1].startswith("aqnpipe: 15 of 15 products")
 
 
 def test_a_program_without_torch_is_refused(command_line):
@@ -152,6 +156,37 @@ def test_a_fault_that_no_model_has_is_refused(execute):
     code, _, lines = execute("--fault", "type=noise,layer=7,magnitude=0.1", program="decoder.py")
     assert code == 2
     assert lines[-1].endswith("changed none of 0 values, expected a program that calls a decoder with a layer 7")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["shard"]])
+def test_workers_of_torchrun_draw_noise_of_their_own(command_line, words):
+    torchrun = Path(sys.executable).with_name("torchrun")
+    program = [torchrun, "--nproc-per-node", "2", PROGRAMS / "workers.py", *words]
+    done = command_line("exec", "--noise", "0.05", "--", *program)
+    assert done.returncode == 0, done.stderr
+    # Two forward and three backward per step and worker.
+    assert "aqnpipe: 30 of 30 products had" in done.stderr
+    assert "in 2 processes" in done.stderr
+    first, second = done.stdout.split()
+    assert first != second
+
+
+@pytest.mark.slow
+def test_workers_of_data_loaders_have_noise(execute):
+    code, printed, lines = execute("--noise", "0.05", "--no-backward", program="loader.py")
+    assert code == 0, lines
+    assert lines[-1].startswith("aqnpipe: 24 of 24 products had")
+    assert "in 6 processes" in lines[-1]
+    # No worker draws the noise of another: without noise all batches of a method have the same spread.
+    assert len(set(printed.splitlines())) == 6
+
+
+@pytest.mark.slow
+def test_processes_of_ray_have_noise_though_they_are_killed(execute):
+    code, _, lines = execute("--noise", "0.05", program="ray_tasks.py")
+    assert code == 0, lines
+    assert any(line.startswith("aqnpipe: 14 of 14 products had") for line in lines), lines
 
 
 @pytest.mark.slow

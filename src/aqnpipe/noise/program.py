@@ -10,10 +10,11 @@ import multiprocessing
 import multiprocessing.util
 import os
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import partial
@@ -45,8 +46,9 @@ from aqnpipe.seeding import derive_seed
 
 _OUTSIDE = 0
 _STREAM = "forward"
-_SECONDS_BETWEEN_WRITES = 1.0
-_RESULTS_BETWEEN_LOOKS = 256
+_FIRST_SECONDS, _SHARE_OF_TIME = 0.2, 0.01
+"""A process may spend so many seconds on writing its receipt, and this share of its time."""
+
 IN_OPTIMISER = "in an optimiser"
 
 
@@ -101,7 +103,8 @@ class _Program:
 
     def _prepare(self) -> None:
         settings = self._settings
-        self._process, self._written, self._looks = os.getpid(), time.monotonic(), 0
+        self._process, self._began, self._spent = os.getpid(), time.monotonic(), 0.0
+        self._writing = threading.RLock()
         self._faults = tuple(map(FaultRecord, settings.faults))
         is_all = settings.operators == "all"
         self.receipt = MachineReceipt(
@@ -133,7 +136,7 @@ class _Program:
         nn.modules.module.register_module_forward_pre_hook(self._called)
         register_optimizer_step_pre_hook(lambda *_: self._machine.switch_off(IN_OPTIMISER))
         register_optimizer_step_post_hook(lambda *_: self._machine.switch_off(None))
-        watch_backward(lambda: self._audit.backward())
+        watch_backward(self._backward)
         atexit.register(self._write)
         # Processes of multiprocessing end without atexit, and forget finalizers of their parent.
         multiprocessing.util.register_after_fork(self, _Program._write_at_end)
@@ -187,6 +190,8 @@ class _Program:
             self._audit.enter(module, args, {})
         if new:
             self._add_faults(module)
+        written = PlaceHook(self._write_while_running)
+        self._handles += [root.register_forward_hook(written) for root in roots]
 
     def _add_faults(self, model: nn.Module) -> None:
         """Put the faults on a decoder that has their layers; raise ModelError if such a layer lacks the site."""
@@ -203,31 +208,37 @@ class _Program:
             self._handles.append(site.register_forward_hook(PlaceHook(FaultHook(record, call))))
 
     def _fault_call(self, number: int) -> int:
-        self._write_sometimes()
         # By place, so that a layer that is computed again has the same fault.
         return self._machine.request.key.derived(f"fault.{_STREAM}", self._machine.places.passed(), number)
 
     def _observe_outside(
         self, phase: str, operator: str, result: Tensor, factors: tuple[Tensor, ...], source: NoiseStream
     ) -> None:
-        self._looks += 1
-        if self._looks % _RESULTS_BETWEEN_LOOKS == 0:
-            self._write_sometimes()
         self._audit.observe_outside(phase, operator, result, factors, source)
+        self._write_while_running()
 
-    def _write_sometimes(self) -> None:
-        if time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
+    @contextmanager
+    def _backward(self) -> Iterator[None]:
+        with self._audit.backward():
+            yield
+        self._write_while_running()
+
+    def _write_while_running(self, *_: Any) -> None:
+        """Write the receipt unless that has taken too much time already: workers of Ray and engines end by a kill."""
+        now = time.monotonic()
+        if self._spent < _FIRST_SECONDS + _SHARE_OF_TIME * (now - self._began):
             self._write()
+            self._spent += time.monotonic() - now
 
     def _write(self) -> None:
         if os.getpid() != self._process:
             return
-        self._written = time.monotonic()
-        self._settings.receipts.mkdir(parents=True, exist_ok=True)
-        target = self._settings.receipts / f"{self._process}.json"
-        unfinished = target.with_suffix(".part")
-        unfinished.write_text(json.dumps(_content(self.receipt, self._machine.counts, self._faults)))
-        unfinished.replace(target)
+        with self._writing:
+            self._settings.receipts.mkdir(parents=True, exist_ok=True)
+            target = self._settings.receipts / f"{self._process}.json"
+            unfinished = target.with_suffix(".part")
+            unfinished.write_text(json.dumps(_content(self.receipt, self._machine.counts, self._faults)))
+            unfinished.replace(target)
 
 
 def _content(
@@ -236,8 +247,9 @@ def _content(
     return {
         "argv": sys.argv,
         "torch": torch.__version__,
-        "cells": [[*cell, asdict(seen)] for cell, seen in receipt.cells.items()],
-        "counts": [[*key, number] for key, number in counts.items()],
+        # Copies: other threads go on.
+        "cells": [[*cell, asdict(seen)] for cell, seen in list(receipt.cells.items())],
+        "counts": [[*key, number] for key, number in list(counts.items())],
         "escapes": receipt.escapes,
         "notes": receipt.notes,
         "passes": [receipt.passes, receipt.backward_passes, receipt.audited_passes],

@@ -30,6 +30,8 @@ for _ in range(3):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+if "late" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
 print(f"{loss.item():.6f} {(x @ x.T).sum().item():.6f}")
 if "fork" in sys.argv and os.fork() == 0:
     for _ in range(3):
