@@ -67,23 +67,6 @@ SABOTAGES = tuple(
     dataclasses.replace(sabotage, reason=_NOT_CAUGHT.get(sabotage.name, sabotage.reason)) for sabotage in _ALL
 )
 
-LEFT_TO_SLOW_TESTS = {
-    "noise not installed",
-    "the injector always gets step 0 of 1",
-    "checkpoints not saved",
-    "a seed used twice",
-    "weights rounded on the way",
-    "noise not installed in one evaluator",
-    "checkpoint of another arm",
-    "checkpoint of another seed",
-    "the model before training",
-    "other scorer",
-    "other learning rate",
-    "other noise than the arm's",
-}
-"""Of the ten ways, sabotages that the slow tests try like the many that are none of the ten. The fast tests try another
-sabotage of the same way, which the same check catches or which takes less time."""
-
 ONLY_IN_THE_TABLE = {
     "noise not installed in one trainer",
     "workers with other weights",

@@ -8,13 +8,12 @@ from collections import Counter
 import psutil
 import pytest
 import torch
-from attack_list import LEFT_TO_SLOW_TESTS, ONLY_IN_THE_TABLE, SABOTAGES, TEN_WAYS
+from attack_list import ONLY_IN_THE_TABLE, SABOTAGES, TEN_WAYS
 from micro_study import MicroStudy, finished_study
 from sabotage import AFTER_TRAINING, TRAIN, Sabotage, attempt, untouched
 from study_variants import VARIANTS
 
 TRIED = [sabotage for sabotage in SABOTAGES if sabotage.name not in ONLY_IN_THE_TABLE]
-FAST = {sabotage.name for sabotage in TRIED if sabotage.facts} - LEFT_TO_SLOW_TESTS
 NEEDED = {
     "keys": 25,
     "distributions": 25,
@@ -63,8 +62,7 @@ def finished(finished_as):
 
 def test_names_are_unique_and_the_ten_ways_are_among_them():
     assert len({sabotage.name for sabotage in SABOTAGES}) == len(SABOTAGES)
-    assert {sabotage.facts for sabotage in SABOTAGES if sabotage.name in FAST} == set(TEN_WAYS)
-    assert {sabotage.name for sabotage in TRIED if sabotage.facts} >= LEFT_TO_SLOW_TESTS
+    assert {sabotage.facts for sabotage in TRIED if sabotage.facts} == set(TEN_WAYS)
 
 
 def test_there_are_enough_sabotages_of_each_group_and_each_names_its_cause():
@@ -74,6 +72,7 @@ def test_there_are_enough_sabotages_of_each_group_and_each_names_its_cause():
     assert [sabotage.name for sabotage in SABOTAGES if not sabotage.cause] == []
 
 
+@pytest.mark.slow
 def test_a_sabotage_that_does_not_run_or_is_stopped_for_another_reason_is_not_caught(finished, tmp_path):
     idle = Sabotage("idle", "nothing", lambda _: contextlib.nullcontext(), (), (("report",),))
     outcome = attempt(finished.copied(tmp_path / "idle"), idle)
@@ -85,9 +84,8 @@ def test_a_sabotage_that_does_not_run_or_is_stopped_for_another_reason_is_not_ca
     assert not outcome.is_caught
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[] if name == "attacked" else pytest.mark.slow) for name in VARIANTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_untouched_study_is_green(finished_as, variant):
     """Its own jobs are the control of sabotages of them."""
     assert finished_as(variant).invalid() == []
@@ -111,10 +109,8 @@ def test_the_same_jobs_without_sabotage_are_green(finished_as, tmp_path, variant
     assert outcome.check is None, outcome
 
 
-@pytest.mark.parametrize(
-    "sabotage",
-    [pytest.param(one, id=one.name, marks=[] if one.name in FAST else pytest.mark.slow) for one in TRIED],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sabotage", TRIED, ids=lambda sabotage: sabotage.name)
 def test_sabotage_is_caught(finished_as, tmp_path, sabotage):
     outcome = attempt(finished_as(sabotage.variant).copied(tmp_path / "study"), sabotage)
     assert outcome.is_caught == (not sabotage.reason), outcome
@@ -131,6 +127,7 @@ def held():
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_leaves_nothing_open(finished, tmp_path, stage):
     """Libraries open some things once and keep them, and end threads that idle: so the second run adds nothing."""

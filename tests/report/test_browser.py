@@ -466,6 +466,7 @@ def test_ticks_of_steps_are_whole(visit, built):
         assert all(text.isdigit() for text in steps)
 
 
+@pytest.mark.slow
 def test_sixty_arms_answer_on_the_first_screen(visit, synthetic, make_report, tmp_path, monkeypatch):
     """Most claims are open, a few are decided: those and the answer are seen without scrolling."""
     arms = {f"E5-{number:02}": synthetic.ARMS["E5"] for number in range(59)}
