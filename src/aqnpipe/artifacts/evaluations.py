@@ -33,7 +33,7 @@ class EvaluationFiles:
 
     @property
     def exist(self) -> bool:
-        """Whether all three files exist."""
+        """Return whether all three files exist."""
         return all(path.is_file() for path in (self.table, self.receipt, self.record))
 
 

@@ -46,7 +46,7 @@ def record_problems(
 
 
 def has_digest(path: Path, digest: str | None) -> bool:
-    """Whether there is a file at `path` whose SHA-256 is `digest`."""
+    """Return whether there is a file at `path` whose SHA-256 is `digest`."""
     return digest is not None and path.is_file() and sha256_of_file(path) == digest
 
 

@@ -63,12 +63,12 @@ class OperatorParity(Artifact):
 
     @property
     def is_product(self) -> bool:
-        """Whether the operator multiplies matrices: a linear module or attention."""
+        """Return whether the operator multiplies matrices: a linear module or attention."""
         return is_product(self.kind)
 
     @property
     def is_norm(self) -> bool:
-        """Whether the operator is an RMSNorm or a LayerNorm."""
+        """Return whether the operator is an RMSNorm or a LayerNorm."""
         return is_norm(self.kind)
 
 

@@ -83,7 +83,7 @@ def audited_at_start(spec: TrainingSpec) -> list[int]:
 
 
 def _has_ratios(spec: TrainingSpec, step: int) -> bool:
-    """Whether an update since the rollout of `step` had a learning rate above 0."""
+    """Return whether an update since the rollout of `step` had a learning rate above 0."""
     updates = (step - 1) % spec.training.steps_per_rollout
     return any(expected_learning_rate(spec, earlier) > 0 for earlier in range(step - updates, step))
 

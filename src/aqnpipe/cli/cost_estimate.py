@@ -314,7 +314,7 @@ def uses_vllm_for_rollouts(plan: StudyPlan, arm: Arm) -> bool:
 
 
 def _uses_vllm(requested: RequestedBackend, attention: Attention) -> bool:
-    """Whether generation will run on vLLM; `auto` selects it for fused attention, if it is installed."""
+    """Return whether generation will run on vLLM; `auto` selects it for fused attention, if it is installed."""
     return requested == "vllm" or (requested == "auto" and attention == "sdpa")
 
 

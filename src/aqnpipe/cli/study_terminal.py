@@ -310,25 +310,25 @@ class LogHandler(LogHandlerBase):
 
     @property
     def writes_to_stream(self) -> bool:
-        """Whether the handler takes the place of Snakemake's own on the terminal."""
+        """Return whether the handler takes the place of Snakemake's own on the terminal."""
         return True
 
     @property
     def writes_to_file(self) -> bool:
-        """Whether the handler writes a log file."""
+        """Return whether the handler writes a log file."""
         return False
 
     @property
     def has_filter(self) -> bool:
-        """Whether the handler filters records itself; Snakemake's filter follows `--quiet`."""
+        """Return whether the handler filters records itself; Snakemake's filter follows `--quiet`."""
         return False
 
     @property
     def has_formatter(self) -> bool:
-        """Whether the handler formats records itself; Snakemake's formatter serves dry runs."""
+        """Return whether the handler formats records itself; Snakemake's formatter serves dry runs."""
         return False
 
     @property
     def needs_rulegraph(self) -> bool:
-        """Whether the handler needs the graph of the rules."""
+        """Return whether the handler needs the graph of the rules."""
         return False

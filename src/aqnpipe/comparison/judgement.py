@@ -142,12 +142,12 @@ def possible_interval(claim: Comparison, estimate: Estimate, level: float) -> tu
 
 
 def needs_several_seeds(contrast: Contrast) -> bool:
-    """Whether the claim is about arms, which a single run cannot support. Others are about given weights."""
+    """Return whether the claim is about arms, which a single run cannot support. Others are about given weights."""
     return not contrast.of_weights and contrast.treatment.arm != contrast.control.arm
 
 
 def is_decidable(contrast: Contrast, estimate: Estimate) -> bool:
-    """Whether the data can support or refute the claim at all."""
+    """Return whether the data can support or refute the claim at all."""
     return estimate.covers_seed_variance or not needs_several_seeds(contrast)
 
 

@@ -127,7 +127,7 @@ class _Lineage:
         }
 
     def has_learned(self, checkpoint: Checkpoint) -> bool:
-        """Whether a trained checkpoint has other weights than the model before training."""
+        """Return whether a trained checkpoint has other weights than the model before training."""
         model, arm, seed, step = checkpoint
         if self._weights[checkpoint] == self._prepared_weights(model):
             return False

@@ -71,7 +71,7 @@ class Arm(FrozenModel):
 
     @property
     def has_noised_rollouts(self) -> bool:
-        """Whether operators have noise in the rollouts."""
+        """Return whether operators have noise in the rollouts."""
         noise = self.operator_noise
         return noise is not None and noise.is_active and "rollout" in noise.phases
 

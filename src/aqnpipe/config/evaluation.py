@@ -166,13 +166,13 @@ class EvaluationConfig(FrozenModel):
         return [(level, seed) for level in self.all_levels() for seed in seeds[: None if self.is_random(level) else 1]]
 
     def is_random(self, level: float) -> bool:
-        """Whether the noise of a level is drawn anew with every noise seed."""
+        """Return whether the noise of a level is drawn anew with every noise seed."""
         name = self.noise_names().get(level)
         return level > 0 if name is None else settings_of(self.noises[name]).is_random
 
     @property
     def fits_vllm(self) -> bool:
-        """Whether vLLM can compute every noise."""
+        """Return whether vLLM can compute every noise."""
         return not any(kind for noise in self.noises.values() for kind in kinds_without_vllm(settings_of(noise)))
 
     def all_levels(self) -> tuple[float, ...]:

@@ -102,7 +102,7 @@ class EvaluationNoise(FrozenModel):
 
     @property
     def is_random(self) -> bool:
-        """Whether another noise seed gives other numbers; roundings and biases are the same every time."""
+        """Return whether another noise seed gives other numbers; roundings and biases are the same every time."""
         errors = [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
         random = RelativeGaussian | AbsoluteGaussian | MeasuredError
         return any(

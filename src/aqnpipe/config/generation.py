@@ -58,7 +58,7 @@ class GenerationConfig(FrozenModel):
 
     @property
     def for_training(self) -> "GenerationConfig":
-        """What training uses of these settings: a change of what only evaluations use repeats no run."""
+        """Return what training uses of these settings: a change of what only evaluations use repeats no run."""
         return self.model_copy(update={"tensor_parallel": 1})
 
     @property

@@ -40,7 +40,7 @@ class ErrorFigures(FrozenModel):
 
     @property
     def is_zero(self) -> bool:
-        """Whether there is no error at all."""
+        """Return whether there is no error at all."""
         return not any((self.bias, self.gain, self.absolute, self.per_input, self.per_result))
 
 
@@ -102,7 +102,7 @@ class MeasuredError(FrozenModel):
 
     @cached_property
     def has_norms(self) -> bool:
-        """Whether the errors of norms are among the figures; files of older versions have none."""
+        """Return whether the errors of norms are among the figures; files of older versions have none."""
         return any(is_norm(_place_of(name)[1].rpartition(".")[2]) for name in self.figures or ())
 
     def in_layer(self, layer: int | None) -> LayerErrors:

@@ -221,7 +221,7 @@ class OperatorNoise(FrozenModel):
 
     @property
     def _reaches_something(self) -> bool:
-        """Whether a layer or the output projection has the error; unnamed layers have `error.scale`."""
+        """Return whether a layer or the output projection has the error; unnamed layers have `error.scale`."""
         if self.include_lm_head or self.layers is None:
             return True
         return any(self.layer_scales.get(layer, 1) > 0 for layer in self.layers)
@@ -256,12 +256,12 @@ class OperatorNoise(FrozenModel):
 
     @property
     def has_measured_norms(self) -> bool:
-        """Whether norms have a measured error."""
+        """Return whether norms have a measured error."""
         return isinstance(self.error, MeasuredError) and self.error.has_norms
 
     @property
     def is_active(self) -> bool:
-        """Whether any layer has an error."""
+        """Return whether any layer has an error."""
         return is_active(self.error) or any(scale > 0 for scale in self.layer_scales.values())
 
 
@@ -296,7 +296,7 @@ class ModuleNoise(FrozenModel):
 
     @property
     def is_active(self) -> bool:
-        """Whether the error changes anything."""
+        """Return whether the error changes anything."""
         return is_active(self.error)
 
 
@@ -424,7 +424,7 @@ class AdaptiveNoise(FrozenModel):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all decoder layers have the same sigma."""
+        """Return whether all decoder layers have the same sigma."""
         return self.layer_sigmas_from is None and self.sigmas is None and self.target_layers is None
 
     def factor(self, layer: int | None, diagnosed: Mapping[int, float] | None, norm: str = "") -> float:
@@ -566,7 +566,7 @@ class Machine(FrozenModel):
 
     @property
     def has_parity(self) -> bool:
-        """Whether its error is known: measured as that of its counterpart, or in a file."""
+        """Return whether its error is known: measured as that of its counterpart, or in a file."""
         return self.counterpart is not None or self.measured_in is not None
 
     @model_validator(mode="after")

@@ -145,5 +145,5 @@ class OwnSchedule(FrozenModel):
 
 
 def is_usable_sigma(sigma: object, largest: float) -> TypeGuard[Real]:
-    """Whether a schedule may return `sigma`: a finite number, also one of NumPy's, from 0 to `largest`."""
+    """Return whether a schedule may return `sigma`: a finite number, also one of NumPy's, from 0 to `largest`."""
     return isinstance(sigma, Real) and not isinstance(sigma, bool) and 0 <= float(sigma) <= largest

@@ -265,7 +265,7 @@ class Study(FrozenModel):
 
     @property
     def has_training(self) -> bool:
-        """Whether arms are trained; otherwise the study evaluates given checkpoints."""
+        """Return whether arms are trained; otherwise the study evaluates given checkpoints."""
         return isinstance(self.config, StudyConfig)
 
     def model_roles(self) -> list[str]:

@@ -11,7 +11,7 @@ from aqnpipe.config.own_noise import OwnError
 
 
 def is_without_vllm(error: ErrorModel) -> bool:
-    """Whether vLLM cannot compute an error: formats of operands, measured errors and those of a user's own."""
+    """Return whether vLLM cannot compute an error: formats of operands, measured errors and those of a user's own."""
     return isinstance(error, FakeQuantization | MeasuredError | OwnError)
 
 

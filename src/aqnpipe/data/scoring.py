@@ -104,7 +104,7 @@ def _letter_answer(response: str) -> str | None:
 
 
 def _same_formula(found: str, gold: str) -> bool:
-    """Whether two answers are the same number, or the same text but for spaces and common ways to write it."""
+    """Return whether two answers are the same number, or the same text but for spaces and common ways to write it."""
     first, second = (_plain_formula(text) for text in (found, gold))
     number = normalise_number(first)
     return first == second or (number is not None and number == normalise_number(second))
@@ -148,7 +148,7 @@ def _same(found: str, gold_answer: str, scorer: Scorer) -> bool:
 
 
 def is_correct(response: str, gold_answer: str, scorer: Scorer) -> bool:
-    """Whether the answer that `scorer` finds in `response` equals `gold_answer`."""
+    """Return whether the answer that `scorer` finds in `response` equals `gold_answer`."""
     return grade(response, gold_answer, scorer).correct
 
 

@@ -48,7 +48,7 @@ def refine_fault(
 
 
 def _is_repeatable(site: str, drive: Callable[[ProbeInputs], list[Check]], inputs: ProbeInputs) -> bool:
-    """Whether two more calls have the same wrong output, which rules out a random fault."""
+    """Return whether two more calls have the same wrong output, which rules out a random fault."""
     first, second = (_mismatch_at(site, drive(inputs)) for _ in range(2))
     return first is not None and second is not None and torch.equal(first.observed, second.observed)
 
@@ -81,7 +81,7 @@ def _mismatch_at(site: str, checks: Sequence[Check]) -> Mismatch | None:
 
 
 def _kept_level(mark: Mark, again: Mismatch | None) -> bool:
-    """Whether the level stayed the same although the reference decreased by a factor of 2^4."""
+    """Return whether the level stayed the same although the reference decreased by a factor of 2^4."""
     if again is None:
         # A limit that the smaller values no longer reach is absolute. A dead zone that now passes all values has moved.
         return mark.kind == "saturation"

@@ -106,7 +106,7 @@ def _attention_bound(sites: LayerSites, step: Step) -> Tensor:
 
 
 def _is_opaque(sites: LayerSites, site: str) -> bool:
-    """Whether the site has sums inside that are no sites themselves: experts, or linears with an adapter."""
+    """Return whether the site has sums inside that are no sites themselves: experts, or linears with an adapter."""
     if site == "attention_output":
         return "o_proj" not in sites.linears
     if site == "mlp_output":
@@ -127,7 +127,7 @@ def _not_finite(layer: int, sites: LayerSites, runs: Sequence[Step]) -> list[Che
 
 
 def _may_overflow(sites: LayerSites, step: Step) -> bool:
-    """Whether a correct result can exceed the largest number of the dtype, as in float16 with outliers."""
+    """Return whether a correct result can exceed the largest number of the dtype, as in float16 with outliers."""
     largest = torch.finfo(step.output.dtype).max
     if step.site in sites.linears:
         module = sites.linears[step.site]

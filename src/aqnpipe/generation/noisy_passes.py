@@ -31,7 +31,7 @@ class PassNoise(NoiseSpec):
 
     @property
     def is_clean(self) -> bool:
-        """Whether the pass has neither noise nor faults."""
+        """Return whether the pass has neither noise nor faults."""
         noised = self.operator_noise_in(self.phase) or self.module_noise_in(self.phase) or self.aqn
         return noised is None and not self.faults
 

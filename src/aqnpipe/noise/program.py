@@ -67,7 +67,7 @@ class ProgramMachine(BaseModel):
 
     @property
     def requested(self) -> Requested:
-        """What a receipt must show."""
+        """Return what a receipt must show."""
         phases = () if self.error is None else (_STREAM, "backward") if self.backward else (_STREAM,)
         own = self.error if isinstance(self.error, OwnError) else None
         scale = getattr(self.error, "scale", None)

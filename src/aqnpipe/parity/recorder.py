@@ -105,7 +105,7 @@ class Recorder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no token of this call is recorded."""
+        """Return whether no token of this call is recorded."""
         return self._call is None or not len(self._call.places[2])
 
     @property

@@ -312,7 +312,7 @@ def _verdict(tested: _Tested, alpha: float) -> ClaimVerdict:
 
 
 def _beyond_margin(claim: PublishedClaim, published: PublishedFile, family_size: int) -> bool:
-    """Whether the interval at the family's strictest level lies beyond the margin of a claim that has one."""
+    """Return whether the interval at the family's strictest level lies beyond the margin of a claim that has one."""
     if claim.margin is None:
         return False
     strictest = published.alpha / family_size

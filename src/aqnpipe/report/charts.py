@@ -153,7 +153,7 @@ def lines_with_dots(rows: pl.DataFrame, x: alt.X, y: alt.Y, by: str, keys: Seque
 
 
 def is_crowded(num_arms: int, num_runs: int) -> bool:
-    """Whether a picture of so many arms and runs shows values at the means alone."""
+    """Return whether a picture of so many arms and runs shows values at the means alone."""
     return num_arms > MANY_ARMS or num_runs > MANY_RUNS
 
 

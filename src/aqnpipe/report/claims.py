@@ -69,7 +69,7 @@ class ClaimRow:
 
     @property
     def is_open(self) -> bool:
-        """Whether the data do not decide the claim."""
+        """Return whether the data do not decide the claim."""
         return self.verdict == "not_shown" and self.role != "primary"
 
 
@@ -105,7 +105,7 @@ class ClaimsOverview:
 
     @property
     def has_margins(self) -> bool:
-        """Whether any strip shows a margin."""
+        """Return whether any strip shows a margin."""
         return any(row.strip and row.strip["margins"] for row in self.rows)
 
 

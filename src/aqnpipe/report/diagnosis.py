@@ -251,7 +251,7 @@ def _sentences(name: str, arm: Arm, diagnoses: Sequence[Diagnosis], words: Words
 
 
 def _is_healthy_twin(diagnosis: Diagnosis, faulty: Diagnosis) -> bool:
-    """Whether a diagnosis is of the same model on the same device, without simulated faults."""
+    """Return whether a diagnosis is of the same model on the same device, without simulated faults."""
     is_same = (diagnosis.model, diagnosis.device) == (faulty.model, faulty.device)
     return is_same and not diagnosis.verdict.simulated_faults
 

@@ -309,7 +309,7 @@ def _same(y: alt.Y, field: str) -> alt.Y:
 
 
 def _needs_decades(values: pl.Series) -> bool:
-    """Whether a few values are so far above the rest that a linear axis would show nothing else."""
+    """Return whether a few values are so far above the rest that a linear axis would show nothing else."""
     positive = values.filter(values > 0)
     return not positive.is_empty() and float(positive.max()) > _FAR * float(positive.median())  # type: ignore[arg-type]
 

@@ -27,7 +27,7 @@ class PairedDifference:
 
     @property
     def about(self) -> str:
-        """What the interval and the test make a statement about."""
+        """Return what the interval and the test make a statement about."""
         return "other seeds and questions" if self.num_seeds > 1 else "these runs on other questions"
 
 

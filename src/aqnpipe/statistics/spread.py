@@ -94,7 +94,7 @@ class Spread:
 
     @property
     def is_t(self) -> bool:
-        """Whether the estimate has a t distribution: a single part without a limit."""
+        """Return whether the estimate has a t distribution: a single part without a limit."""
         return len(self.parts) == 1 and math.isinf(self.parts[0].largest_ratio)
 
     def _tail(self, value: float) -> float:
@@ -132,7 +132,7 @@ class Spread:
         return max(self._tail(distance / self.standard_error), _SMALLEST_TAIL)
 
     def detects(self, distance: float, tail: float, power: float) -> bool:
-        """Whether `minimum_detectable` is at most `distance`, in a hundredth of its time.
+        """Return whether `minimum_detectable` is at most `distance`, in a hundredth of its time.
 
         The estimate exceeds the lower point of the noncentral t distribution with probability `power`, so it is enough
         that a one-sided test at level `tail` rejects there.

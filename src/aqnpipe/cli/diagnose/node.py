@@ -44,7 +44,7 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended yet."""
+        """Return whether the process has not ended yet."""
         return self._process.poll() is None
 
     def interrupt(self) -> None:

@@ -81,7 +81,7 @@ class CacheRows:
 
     @property
     def is_followed(self) -> bool:
-        """Whether the model has a cache in which rows can be recognised."""
+        """Return whether the model has a cache in which rows can be recognised."""
         return self._layer is not None
 
 

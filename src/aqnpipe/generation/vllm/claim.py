@@ -37,12 +37,12 @@ class Claim:
 
     @property
     def is_of_module(self) -> bool:
-        """Whether it is module noise."""
+        """Return whether it is module noise."""
         return self.operator.startswith("module.")
 
     @property
     def has_its_stream(self) -> bool:
-        """Whether the stream of the draw is the one of its kind: operators, hidden states, modules."""
+        """Return whether the stream of the draw is the one of its kind: operators, hidden states, modules."""
         if self.is_of_module:
             return self.stream > _FIRST_MODULE
         return (self.call, self.stream) == (0, _HIDDEN) if self.operator == HIDDEN_STATES else self.stream == 0

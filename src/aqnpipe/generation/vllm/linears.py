@@ -53,7 +53,7 @@ class Linear:
 
     @property
     def is_merged(self) -> bool:
-        """Whether the module computes several projections."""
+        """Return whether the module computes several projections."""
         return len(self.projections) > 1
 
     @cached_property
@@ -130,7 +130,7 @@ def why_not_plain(module: Any, num_projections: int = 1) -> str:
 
 
 def _is_known_share(module: Any, num_projections: int) -> bool:
-    """Whether the columns of a share are known: those of subclasses may be others."""
+    """Return whether the columns of a share are known: those of subclasses may be others."""
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
         MergedColumnParallelLinear,
@@ -149,7 +149,7 @@ def _is_known_share(module: Any, num_projections: int) -> bool:
 
 
 def _all_have_rows(module: Any) -> bool:
-    """Whether no worker has only rows that pad the vocabulary; all have as many rows with padding."""
+    """Return whether no worker has only rows that pad the vocabulary; all have as many rows with padding."""
     return int(module.num_embeddings_per_partition) * (int(module.tp_size) - 1) < int(module.org_vocab_size)
 
 

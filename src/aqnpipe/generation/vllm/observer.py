@@ -157,7 +157,7 @@ class EngineObserver(TorchDispatchMode):
 
     @property
     def is_on(self) -> bool:
-        """Whether a pass is running and observed."""
+        """Return whether a pass is running and observed."""
         return bool(self._frames) and not self._is_paused
 
     def enter(self, part: Part) -> None:
@@ -216,7 +216,7 @@ class EngineObserver(TorchDispatchMode):
         self._is_paused = False
 
     def is_noised(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has noise that nothing has read yet."""
+        """Return whether `tensor` has noise that nothing has read yet."""
         followed = self._followed.get(storage_of(tensor))
         return followed is not None and bool(followed.claims)
 

@@ -74,7 +74,7 @@ class EngineReferenceCheck:
         keep(stack, handle)
 
     def _is_due(self, is_selected: bool) -> bool:
-        """Whether a module is compared in this forward.
+        """Return whether a module is compared in this forward.
 
         The first one reads the prompts and is the most expensive: only an eighth of the modules is compared in it,
         another eighth in each batch.

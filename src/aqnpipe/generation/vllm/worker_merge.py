@@ -110,7 +110,7 @@ def _incomplete(shares: Sequence[Shares]) -> list[str]:
 
 
 def _is_whole(shares: Sequence[Shard], width: int) -> bool:
-    """Whether different shares, sorted, are the columns 0 to `width` without a gap or an overlap."""
+    """Return whether different shares, sorted, are the columns 0 to `width` without a gap or an overlap."""
     end = 0
     for share in shares:
         if share.start != end:

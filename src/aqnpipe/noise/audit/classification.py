@@ -191,12 +191,12 @@ def is_matrix(parameter: Tensor) -> bool:
 
 
 def keeps_the_parameter(func: Any) -> bool:
-    """Whether the output of an operation contains the values of its input."""
+    """Return whether the output of an operation contains the values of its input."""
     return func.is_view or (func.namespace == "aten" and func.overloadpacket.__name__ in _KEEPS_THE_PARAMETER)
 
 
 def is_known(func: Any) -> bool:
-    """Whether an operation is known to be no product of matrices, unless it is element-wise with a matrix."""
+    """Return whether an operation is known to be no product of matrices, unless it is element-wise with a matrix."""
     if func.is_view or func.namespace == "profiler":
         return True
     name, tags = func.overloadpacket.__name__, func.tags
@@ -242,7 +242,7 @@ def escape(
 
 
 def _is_a_bias(name: str, inputs: Sequence[Tensor], output: Any, parameters: MatrixParameters) -> bool:
-    """Whether an operation adds a matrix parameter to a tensor of its size, which is no part of a product.
+    """Return whether an operation adds a matrix parameter to a tensor of its size, which is no part of a product.
 
     If the sum has more elements than the other operand, that operand was broadcast against the matrix. Distances such
     as `((x - W)**2).sum(-1)`, which contain a product, begin in this way. Masks are added to looked-up position biases

@@ -26,7 +26,7 @@ class SitesOfPhase(Protocol):
 
     @property
     def recomputing(self) -> bool:
-        """Whether a layer is computed again, so that nothing is counted twice."""
+        """Return whether a layer is computed again, so that nothing is counted twice."""
         ...
 
     def seed(self, stream: str, *counters: int) -> int:

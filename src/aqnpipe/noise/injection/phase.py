@@ -259,7 +259,7 @@ class _RunningPhase:
 
     @property
     def recomputing(self) -> bool:
-        """Whether a backward pass computes a layer again."""
+        """Return whether a backward pass computes a layer again."""
         return torch._C._current_autograd_node() is not None
 
     def seed(self, stream: str, *counters: int) -> int:

@@ -244,7 +244,7 @@ def _audit_problems(receipt: ReceiptContent) -> list[str]:
 
 
 def _has_noised_parts(receipt: ReceiptContent, phase: Phase) -> bool:
-    """Whether any layer of this model was requested to have noise in `phase`."""
+    """Return whether any layer of this model was requested to have noise in `phase`."""
     noise = receipt.operator_noise
     in_layers = noise is not None and any(
         noise.error_in(layer) is not None for layer in [None, *range(receipt.num_layers)]
@@ -253,7 +253,7 @@ def _has_noised_parts(receipt: ReceiptContent, phase: Phase) -> bool:
 
 
 def _only_quantizes(receipt: ReceiptContent, phase: Phase) -> bool:
-    """Whether the noise of a phase has no values of its own: a quantization changes operands of products."""
+    """Return whether the noise of a phase has no values of its own: a quantization changes operands of products."""
     noise = receipt.operator_noise
     return (
         noise is not None

@@ -82,7 +82,7 @@ class NoiseCell(ReceiptModel):
 
     @property
     def is_lost(self) -> bool:
-        """Whether rounding to the number format left less than half of the requested size."""
+        """Return whether rounding to the number format left less than half of the requested size."""
         return self.measured is not None and self.rounding is not None and self.measured < self.requested / 2
 
     @property
@@ -92,7 +92,7 @@ class NoiseCell(ReceiptModel):
 
     @property
     def is_module(self) -> bool:
-        """Whether the cell belongs to module noise."""
+        """Return whether the cell belongs to module noise."""
         return self.operator.startswith("module.")
 
     @property

@@ -222,7 +222,7 @@ class ReceiptRecorder:
         return self._phases[phase].audit.numbers if phase in self._phases else 0
 
     def lacks_whole_audit(self, phase: Phase, kind: str) -> bool:
-        """Whether no forward of this kind has been observed as a whole in `phase`, from its start to its end."""
+        """Return whether no forward of this kind has been observed as a whole in `phase`, from its start to its end."""
         return kind not in self._phase(phase).audit.whole
 
     def note_whole_audit(self, phase: Phase, kind: str) -> None:

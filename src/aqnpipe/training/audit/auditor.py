@@ -145,7 +145,7 @@ class TrainingAudit(TrainerCallback):
             reference.register_forward_hook(self._observe_reference, with_kwargs=True)
 
     def is_audited(self, step: int) -> bool:
-        """Whether the numbers of optimiser step `step`, counted from 1, are recomputed."""
+        """Return whether the numbers of optimiser step `step`, counted from 1, are recomputed."""
         if step in self._always_audited:
             return True
         return derive_seed(self._spec.random_seed, "audited steps", step) % _ONE_AUDITED_IN == 0
@@ -354,7 +354,7 @@ class TrainingAudit(TrainerCallback):
         self._refuse(self._problems)
 
     def _audits_rollout(self, step: int) -> bool:
-        """Whether a step that learns from the rollout after `step` updates is audited."""
+        """Return whether a step that learns from the rollout after `step` updates is audited."""
         return any(self.is_audited(step + later + 1) for later in range(self._spec.training.steps_per_rollout))
 
     def _observe_policy(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

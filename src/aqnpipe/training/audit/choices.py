@@ -197,7 +197,7 @@ class ChoiceAudit:
         temperature: float,
         top: int | None,
     ) -> bool:
-        """Whether all tokens are drawn at this temperature, among the `top` most probable ones (None: all)."""
+        """Return whether all tokens are drawn at this temperature, among the `top` most probable ones (None: all)."""
         for row, step, token, logits in chosen:
             scores = self._scores(logits, row, step, draws, temperature)
             if top is not None:

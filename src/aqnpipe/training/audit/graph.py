@@ -13,7 +13,7 @@ _PASSED_ON = "_DDPSink"
 
 
 def reaches_around(loss: Tensor, logits: Tensor) -> bool:
-    """Whether autograd gets from `loss` to a weight on a path that `logits` are not on."""
+    """Return whether autograd gets from `loss` to a weight on a path that `logits` are not on."""
     seen: set[Any] = {logits.grad_fn, None}
     waiting = [loss.grad_fn]
     while waiting:

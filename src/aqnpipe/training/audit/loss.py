@@ -71,7 +71,7 @@ def slope(token: Token, spec: TrainingSpec) -> float:
 
 
 def is_at_the_clip(token: Token, clips: TrainingConfig) -> bool:
-    """Whether rounding decides if the ratio is clipped."""
+    """Return whether rounding decides if the ratio is clipped."""
     limits = (1 + clips.clip_ratio, 1 - clips.clip_ratio, clips.clip_ratio_c or math.inf)
     return min(abs(token.ratio - limit) for limit in limits) < 1e-4
 

@@ -73,13 +73,13 @@ class ScoringAudit:
 
     @property
     def _needs_all_places(self) -> bool:
-        """Whether importance weights depend on whole completions."""
+        """Return whether importance weights depend on whole completions."""
         correction = self._spec.arm.importance_sampling
         return correction is not None and correction.mode.startswith("sequence")
 
     @property
     def needs_old(self) -> bool:
-        """Whether the study's loss has log-probabilities of the policy before its steps on this rollout."""
+        """Return whether the study's loss has log-probabilities of the policy before its steps on this rollout."""
         return self._spec.training.steps_per_rollout > 1 or self._spec.arm.importance_sampling is not None
 
     def begin_rollout(self, book: RolloutBook) -> None:

@@ -137,7 +137,7 @@ def weights_digests(folder: Path) -> dict[str, str]:
 
 
 def adapters_are_off(model: nn.Module) -> bool:
-    """Whether `model` has low-rank adapters and computes without them now."""
+    """Return whether `model` has low-rank adapters and computes without them now."""
     layers = adapted_modules(model).values()
     return bool(layers) and all(layer.disable_adapters for layer in layers)
 
