@@ -37,7 +37,7 @@ _DEVICE_IDS: dict[DeviceKind, tuple[str, str]] = {
     "cuda": (r"\d+|(GPU|MIG)-[\w/-]+", "device numbers such as 0,1 or UUIDs such as GPU-8932f937"),
     "npu": (r"\d+", "device numbers such as 0,1"),
 }
-"""What an entry of the variable looks like, and in words."""
+"""Form of an entry of the variable, as a pattern and in words."""
 
 
 @dataclass(frozen=True)

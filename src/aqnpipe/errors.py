@@ -16,7 +16,7 @@ class AqnpipeError(Exception):
 
     exit_code = EXIT_USER_ERROR
     advice = "fix what the message names, then run the same command again"
-    """What the user can do next; a job's log ends with it."""
+    """Advice on what the user can do next; a job's log ends with it."""
 
     def __str__(self) -> str:
         return printable(super().__str__())

@@ -1,4 +1,4 @@
-"""What `aqnpipe robustness` writes: accuracies of given checkpoints over noise levels, and their comparisons."""
+"""Output of `aqnpipe robustness`: accuracies of given checkpoints over noise levels, and their comparisons."""
 
 from typing import Literal
 

@@ -21,7 +21,7 @@ _OF_A_ROW = ("question_id", "sample", "response", "response_tokens", "finish_rea
 
 
 class PassFacts(Artifact):
-    """What one pass over the questions used.
+    """Facts about what one pass over the questions used.
 
     noise_keys: seeds of the noise that was installed in its forward passes. first_logits: digest of the first logits
     of each batch, in order. rows: `row_digests` of the responses, without separator.
@@ -46,10 +46,11 @@ class PassFacts(Artifact):
 
 
 class EvaluationFacts(Artifact):
-    """What an evaluation used. `prompts`: digest of the prompt that the model read for each question, 16 digits each.
+    """Facts about what an evaluation used.
 
-    `shards`: workers of vLLM that shared every layer; each engine has so many. `unchecked`: what this backend does not
-    let the pipeline observe, in words; empty for transformers.
+    `prompts`: digest of the prompt that the model read for each question, 16 digits each. `shards`: workers of vLLM
+    that shared every layer; each engine has so many. `unchecked`: what this backend does not let the pipeline observe,
+    in words; empty for transformers.
     """
 
     dtype: str

@@ -86,7 +86,7 @@ class LogProbabilities(Artifact):
 
 
 class SubstitutedKind(Artifact):
-    """What the second side's operators of these kinds do in the first side's place, to the log-probabilities.
+    """Effect of the second side's operators of these kinds, in the first side's place, on the log-probabilities.
 
     `explained`: share of the mean square of the difference that is gone if they are substituted; below 0 if they make
     it larger.

@@ -1,4 +1,4 @@
-"""Whether the distance between sampler and trained policy has grown over a run.
+"""Growth of the distance between sampler and trained policy over a run.
 
 For a drawn token the distance is d = log p(policy) - log p(sampler), in nats.
 """

@@ -6,7 +6,7 @@ from aqnpipe.artifacts.base import Artifact
 
 
 class LayerSensitivity(Artifact):
-    """What noise in one layer alone costs. Standard errors are over texts, each averaged over the noise seeds.
+    """Cost of noise in one layer alone. Standard errors are over texts, each averaged over the noise seeds.
 
     A standard error is null with a single text; the accuracy is null without gold answers.
     """

@@ -44,7 +44,7 @@ class ConstantRate(Artifact):
 
 
 class TrainingFacts(Artifact):
-    """What a training run used, up to `steps`; of several workers together."""
+    """Facts about what a training run used, up to `steps`; of several workers together."""
 
     num_workers: int
     steps: int = Field(description="updates that the optimiser made")

@@ -1,4 +1,4 @@
-"""What a user gave on the command line, as opposed to defaults."""
+"""Input of a user on the command line, as opposed to defaults."""
 
 import typer
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PlannedLevel(FrozenModel):
-    """What a study finds between two arms at a noise level; differences as fractions, null: one seed shows none."""
+    """Finding of a study between two arms at a noise level; differences as fractions, null: one seed shows none."""
 
     noise_level: float
     noise_name: str | None = Field(description="of a named noise; its level numbers it")
@@ -40,7 +40,7 @@ class PlannedLevel(FrozenModel):
 
 
 class StudyPrognosis(FrozenModel):
-    """What `aqnpipe plan --json` prints.
+    """Output of `aqnpipe plan --json`.
 
     `adds_seeds`: whether the study adds seeds until its claims are decided; `num_seeds` is then its maximum, and
     everything is of a single test of all of them.

@@ -1,4 +1,4 @@
-"""What the terminal shows while Snakemake runs a study: a line per job that matters, and the failed jobs at the end.
+"""Terminal output while Snakemake runs a study: a line per job that matters, and the failed jobs at the end.
 
 Snakemake's own text (every job's inputs and reason, its waiting, shell commands) is in its log file, which it names.
 `snakemake-logger-plugin-rich` was tried before: its bars show how many jobs are done but not how long the rest takes,
@@ -73,7 +73,7 @@ _UNSHOWN_EVENTS = frozenset(
     }
 )
 _OUTCOMES = frozenset({LogEvent.JOB_ERROR, LogEvent.JOB_FINISHED})
-"""What decides which jobs failed."""
+"""Events that decide which jobs failed."""
 _MOST_STARTS = 8
 _MOST_FAILURES = 10
 _SHORT_SECONDS = 5.0

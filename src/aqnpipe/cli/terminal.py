@@ -1,4 +1,4 @@
-"""What commands print: consoles and tables."""
+"""Output of commands: consoles and tables."""
 
 from collections.abc import Sequence
 

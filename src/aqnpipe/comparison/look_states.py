@@ -1,4 +1,4 @@
-"""What follows from the looks of a study that adds seeds: the next look, the seeds of every arm, and the end."""
+"""Consequences of the looks of a study that adds seeds: the next look, the seeds of every arm, and the end."""
 
 import hashlib
 import json

@@ -18,7 +18,7 @@ from aqnpipe.errors import ConfigError, DataError, first_line
 
 _USUAL_METRICS = ("acc", "exact_match")
 _NO_ANSWER = "[invalid]"
-"""What the filters of the harness give where they find nothing."""
+"""Result of the harness's filters where they find nothing."""
 
 
 class HarnessTask:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-"""What a chat template, which is a program, can raise."""
+"""Errors that a chat template, which is a program, can raise."""
 
 
 def format_prompt(

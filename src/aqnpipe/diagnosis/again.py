@@ -1,4 +1,4 @@
-"""Whether a fault that looks random is: the probes that showed it run once more on the same operands.
+"""Test of whether a fault that looks random is: the probes that showed it run once more on the same operands.
 
 Values that are wrong by changing amounts look like noise, and few wrong values like spikes, also where the cause is a
 narrow accumulator or one entry of a table. Only a second run with the same operands tells them apart.

@@ -1,4 +1,4 @@
-"""What torch allows a device to do: narrower products of float32 numbers, and sums in another order in every call."""
+"""Arithmetic that torch allows a device: narrower products of float32 numbers, sums in another order in every call."""
 
 import warnings
 from collections.abc import Iterator

@@ -46,7 +46,7 @@ _OF_BATCH = frozenset({"position_ids", "cache_position"})
 
 @dataclass
 class Observation:
-    """What the kernel wrapper needs to know of the batch, and what it found.
+    """Facts about the batch that the kernel wrapper needs, and what it found.
 
     `padding`: number of masked tokens at the start of each sequence. `seen`: tokens in the cache before this call;
     `num_new`: tokens of this call. `operands` and `tables`: queries and new keys of the first sequence as the model
@@ -189,7 +189,7 @@ def _softcap(module: nn.Module, kwargs: dict[str, Any]) -> float | None:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a kernel has to output, how far it may be off, and its probabilities, all [sequences, heads, queries, ...].
+    """Required output of a kernel, how far it may be off, and its probabilities, all [sequences, heads, queries, ...].
 
     `visible`: keys that each query sees. `first_kind`: position of the first sequence's operands among KINDS.
     """

@@ -1,4 +1,4 @@
-"""What an exact diagnosis did not test. A verdict says no more than was tested, so every gap has a line."""
+"""Gaps of an exact diagnosis: what it did not test. A verdict says no more than was tested, so every gap has a line."""
 
 from collections.abc import Collection, Sequence
 

@@ -1,4 +1,4 @@
-"""Whether a probe fits the structure of a layer, found on a copy of the layer on the host.
+"""Fit of a probe to the structure of a layer, found on a copy of the layer on the host.
 
 A probe expects something of the structure of a layer: that its output is the input plus two branches, or that a gate
 multiplies. Layers of other families do something else, and the probe then fails on every healthy device. A copy of the

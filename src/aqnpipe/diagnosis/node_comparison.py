@@ -1,4 +1,4 @@
-"""What changed between two reports of a node: devices, verdicts, faults, versions and untested parts."""
+"""Changes between two reports of a node: devices, verdicts, faults, versions and untested parts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

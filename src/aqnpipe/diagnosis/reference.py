@@ -1,4 +1,4 @@
-"""What known answers that are computed in float64 on the host have in common: operands, and roundings of devices."""
+"""Common parts of known answers that are computed in float64 on the host: operands, and roundings of devices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

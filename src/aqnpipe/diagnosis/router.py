@@ -40,7 +40,7 @@ def router_of(layer: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a router does with its logits. `bias` corrects the scores of the choice but not the shares."""
+    """Treatment of a router's logits. `bias` corrects the scores of the choice but not the shares."""
 
     bias: Tensor | None
     num_groups: int

@@ -121,7 +121,7 @@ def is_evaluated(
     test_problems: Path,
     train_problems: Path | None = None,
 ) -> bool:
-    """Whether `outputs` are those of this evaluation, unchanged: the same settings, weights, questions and code."""
+    """Return whether `outputs` are those of this evaluation, unchanged: same settings, weights, questions and code."""
     if not all(path.is_file() for path in (outputs.table, outputs.receipt, outputs.record)):
         return False
     record = read_json(outputs.record, RunRecord)

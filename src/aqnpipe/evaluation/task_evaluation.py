@@ -25,7 +25,7 @@ from aqnpipe.models.loading import load_model, load_tokenizer
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 
 UNOBSERVED = ("prompts as the model reads them", "choice of tokens", "responses computed again")
-"""What the harness does by itself, and the audit of an evaluation does not observe."""
+"""Steps that the harness does by itself, and that the audit of an evaluation does not observe."""
 
 
 def evaluate_task(

@@ -1,4 +1,4 @@
-"""What goes into a generation backend and what comes out. Rollouts and evaluation share it."""
+"""Input and output of a generation backend. Rollouts and evaluation share them."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -89,7 +89,7 @@ class RolloutNoise(PassNoise):
 
 @dataclass(frozen=True)
 class PassMeasurements:
-    """What each worker of a backend recorded in a pass, or in one shard of it; not yet checked."""
+    """Records made by each worker of a backend in a pass, or in one shard of it; not yet checked."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 

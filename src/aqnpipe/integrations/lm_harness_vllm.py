@@ -41,7 +41,7 @@ from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.seeding import derive_seed
 
 _SUPPORTED = frozenset({"tensor_parallel_size"})
-"""What vLLM's engine can do although the harness's Hugging Face model cannot under noise."""
+"""Features of vLLM's engine that the harness's Hugging Face model lacks under noise."""
 
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "model_max_length")
 """Keys of config.json with the longest sequence, by their names in families that vLLM has."""
@@ -81,7 +81,7 @@ with _answering_for_vllm():
 
 
 class VllmArguments(FrozenModel):
-    """What `--model_args` may have besides the noise."""
+    """Arguments that `--model_args` may have besides the noise."""
 
     pretrained: str
     revision: str | None = None

@@ -22,7 +22,7 @@ from aqnpipe.errors import ModelError
 from aqnpipe.machine.names import measured_name, named_modules
 from aqnpipe.machine.norms import NORM, NORM_GRADIENT, NormKernels
 from aqnpipe.machine.operators import ELEMENTWISE, SOFTMAX, Registration
-from aqnpipe.machine.places import CALLS_PER_VISIT, OTHER_NODES, Place, Places
+from aqnpipe.machine.places import CALLS_PER_VISIT, OTHER_NODES, Operator, Place, Places, Segment
 from aqnpipe.machine.quantized import QuantizedOperands, mark_weights
 from aqnpipe.models.layout import is_norm, is_rms_norm
 from aqnpipe.models.parts import PlaceHook
@@ -46,7 +46,7 @@ class NoiseKey(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the machine does: `error` on results of the forward pass (`stream` names its random numbers), in all places
+    """Request to the machine: `error` on results of the forward pass (`stream` names its random numbers), in all places
     or those of `parts` and `operators`, and with `backward` on gradients too.
 
     `num_parts`: number of parts of the model; the place outside has that number. `elementwise`: softmax, activations
@@ -94,6 +94,23 @@ class Noised(NamedTuple):
     changed: Tensor | None = None
 
 
+class _Plan(NamedTuple):
+    """What is done with results of an operator in a part. `noised`: the key that counts them."""
+
+    phase: str
+    error: Any
+    why: str | None
+    noised: tuple[str, str, str]
+    may_be_outer: bool
+    is_softmax: bool
+
+
+class _Off(threading.local):
+    """Reason for which this thread computes without errors."""
+
+    why: str | None = None
+
+
 class Machine:
     """The machine of a process. `counts`: products by (phase, operator, what happened to it).
 
@@ -115,7 +132,8 @@ class Machine:
         self._note = note
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.places = Places(request.num_parts, self._key)
-        self._off = threading.local()
+        self._off = _Off()
+        self._plans: dict[tuple[str, int, bool], _Plan] = {}
         self._gradient_keys: dict[tuple[int, int], int] = {}
         self._is_running = False
         self._registration: Registration | None = None
@@ -243,37 +261,55 @@ class Machine:
     def _on_result(self, operator: str, result: Tensor, num_terms: int, factors: tuple[Tensor, ...]) -> Tensor:
         if self._before_first is not None:
             self.identify()
-        places = self.places
-        here, node, is_gradient, part = self._where()
-        phase = "backward" if is_gradient else self.request.stream
-        error: Any = self.request.error_at(part)
-        why = getattr(self._off, "why", None) or self._exemption(operator, part, error, is_gradient, result, num_terms)
+        here, is_gradient, part, node, place = self._where()
+        plan = self._plans.get((operator, part, is_gradient)) or self._plan(operator, part, is_gradient)
+        why = self._off.why or plan.why
+        if why is None and not result.is_floating_point():
+            why = "outside, of integers" if part == self.places.outside else "of integers"
+        if why is None and num_terms == 1 and plan.may_be_outer:
+            # Rotary angles are outer products; an error there moves positions. Nothing is summed.
+            why = "outer products"
         if why is not None:
-            self.counts[phase, operator, why] += 1
+            self.counts[plan.phase, operator, why] += 1
             return result
-        self.counts[phase, operator, "noised"] += 1
-        name, input_rms = operator, None
+        self.counts[plan.noised] += 1
+        error, name, input_rms = plan.error, operator, None
         # Exact types: isinstance on a pydantic class is slow.
         if type(error) is LayerErrors:
-            name, error = measured_name(operator, error, places, here)
+            name, error = measured_name(operator, error, self.places, here)
             if error.figures.per_input and factors:
                 input_rms = root_mean_squares(factors[0])
-        source = self._gradient_source(node._sequence_nr()) if is_gradient else self._source(here)
+        source = self._gradient_source(node, place) if is_gradient else self._source(here)
         if result.is_cuda and is_being_captured(result):
-            self.counts[phase, operator, "captured"] += 1
-        if operator in SOFTMAX:
+            self.counts[plan.phase, operator, "captured"] += 1
+        if plan.is_softmax:
             result = result.clone()
         values = result.detach() if result.requires_grad else result
         changed = None
         if type(error) is OwnError:
-            changed = self._apply_own(phase, operator, values, error, source)
+            changed = self._apply_own(plan.phase, operator, values, error, source)
         else:
             apply_error_(values, error, source, *(() if input_rms is None else (input_rms,)))
         if self._note is not None:
-            self._note(Noised(phase, name, part, error, values, here.is_again, changed))
-        if factors and part == places.outside and self._observe_outside is not None:
-            self._observe_outside(phase, operator, values, factors, source)
+            self._note(Noised(plan.phase, name, part, error, values, here.is_again, changed))
+        if factors and part == self.places.outside and self._observe_outside is not None:
+            self._observe_outside(plan.phase, operator, values, factors, source)
         return result
+
+    def _plan(self, operator: str, part: int, is_gradient: bool) -> _Plan:
+        """Return what is done with results of an operator in a part, and keep it: it is asked for every product."""
+        phase = "backward" if is_gradient else self.request.stream
+        error: Any = self.request.error_at(part)
+        is_outside = part == self.places.outside
+        found = self._plans[operator, part, is_gradient] = _Plan(
+            phase,
+            error,
+            self._exemption(operator, error, is_gradient=is_gradient, is_outside=is_outside),
+            (phase, operator, "noised"),
+            is_outside and not is_gradient,
+            operator in SOFTMAX,
+        )
+        return found
 
     def _apply_own(self, phase: str, operator: str, values: Tensor, error: OwnError, source: NoiseStream) -> Tensor:
         """Put a user's own error on values. Of all errors it alone may change none of them, so changes are counted."""
@@ -284,22 +320,25 @@ class Machine:
         self.counts[phase, operator, CHANGED] += int(changed)
         return changed
 
-    def _where(self) -> tuple[Place, Any, bool, int]:
-        """Return the place, the node of the backward pass that runs, whether it computes a gradient, and the part."""
+    def _where(self) -> tuple[Place, bool, int, int, Operator | Segment | None]:
+        """Return the place, whether a gradient is computed, and its part; of gradients also the node and its place."""
         places = self.places
         here = places.local.here or places.here()
         node = torch._C._current_autograd_node()
         # A layer that is computed again runs within a node, and so does a checkpointed function outside the parts.
-        is_gradient = node is not None and not here.is_again and not torch.is_grad_enabled()
-        return here, node, is_gradient, places.part_of(node._sequence_nr()) if is_gradient else here.part
+        if node is None or here.is_again or torch.is_grad_enabled():
+            return here, False, here.part, -1, None
+        number = node._sequence_nr()
+        place = places.operator_of(number) or places.segment_of(number)
+        return here, True, places.outside if place is None else place.part, number, place
 
     def _on_operands(self, operator: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         if self._before_first is not None:
             self.identify()
-        here, _, is_gradient, part = self._where()
+        here, is_gradient, part, _, _ = self._where()
         phase = "backward" if is_gradient else self.request.stream
         error = self.request.error_at(part)
-        why: str | None = getattr(self._off, "why", None) or ("not selected" if error is None else None)
+        why: str | None = self._off.why or ("not selected" if error is None else None)
         found = None
         if why is None and isinstance(error, FakeQuantization):
             found = self._quantized.of(error, first, second, is_gradient)
@@ -310,27 +349,19 @@ class Machine:
         self.counts[phase, operator, why or ("without a weight" if found is None else "noised")] += 1
         return (first, second) if found is None else found
 
-    def _exemption(
-        self, operator: str, part: int, error: Any, is_gradient: bool, result: Tensor, num_terms: int
-    ) -> str | None:
-        """Return why a result has no error; None if it gets one."""
+    def _exemption(self, operator: str, error: Any, *, is_gradient: bool, is_outside: bool) -> str | None:
+        """Return why results of an operator in a part have no error; None if they get one."""
         request = self.request
         if self._is_quantized:
             # Products have their errors in their factors; these are attention and convolutions.
             return "without a weight"
         if is_gradient and not request.backward:
             return "gradients"
-        if error is None:
+        if error is None or (request.operators is not None and operator not in request.operators):
             return "not selected"
-        if request.operators is not None and operator not in request.operators:
-            return "not selected"
-        if part == self.places.outside and operator in _IN_LAYERS and not self._is_measured:
+        if is_outside and operator in _IN_LAYERS and not self._is_measured:
             return "outside the layers"
-        if not result.is_floating_point():
-            return "outside, of integers" if part == self.places.outside else "of integers"
-        # Rotary angles are outer products; an error there moves positions. Nothing is summed.
-        is_outer = num_terms == 1 and part == self.places.outside and not is_gradient
-        return "outer products" if is_outer else None
+        return None
 
     def _source(self, here: Place) -> NoiseStream:
         here.calls += 1
@@ -338,20 +369,17 @@ class Machine:
             self.places.note_operator(here)
         return NoiseStream(here.key, here.calls, 0)
 
-    def _gradient_source(self, number: int) -> NoiseStream:
-        places = self.places
-        local = places.local
+    def _gradient_source(self, number: int, place: Operator | Segment | None) -> NoiseStream:
+        local = self.places.local
         local.nth = local.nth + 1 if local.node == number else 0
         local.node = number
-        operator = places.operator_of(number)
-        if operator is not None:
-            return NoiseStream(self._gradient_key(operator.passed, operator.part), operator.call, 1 + local.nth)
-        segment = places.segment_of(number)
-        if segment is None:
-            key, call = self._gradient_key(-1, places.outside), number % CALLS_PER_VISIT
+        if isinstance(place, Operator):
+            return NoiseStream(self._gradient_key(place.passed, place.part), place.call, 1 + local.nth)
+        if place is None:
+            key, call = self._gradient_key(-1, self.places.outside), number % CALLS_PER_VISIT
         else:
-            key = self._gradient_key(segment.passed, segment.part)
-            call = segment.visit * CALLS_PER_VISIT + number - segment.start
+            key = self._gradient_key(place.passed, place.part)
+            call = place.visit * CALLS_PER_VISIT + number - place.start
         return NoiseStream(key, call, OTHER_NODES + local.nth)
 
 

@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,9 @@ _aten = torch.ops.aten
 
 PRODUCTS = ("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm", "_scaled_mm", "_int_mm", "mm.dtype", "bmm.dtype")
 """Operators whose result is a product of their first two operands."""
+
+_PLAIN = ("mm", "bmm")
+"""Products whose kernels call no other operator of the table."""
 
 SUMS = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}
 """Operators that add a tensor to a product, and the operator of that product."""
@@ -79,7 +83,7 @@ INTO = (
 
 
 class _Inside(threading.local):
-    """Whether this thread computes inside an operator of the table."""
+    """State of this thread: whether it computes inside an operator of the table."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -113,6 +117,7 @@ class Registration:
         self._inside = _Inside()
         self._library = torch.library.Library("aten", "IMPL")
         self._done: set[tuple[str, str]] = set()
+        self._natives: dict[str, Kernel] = {}
         self.add_backends()
 
     def add_backends(self) -> None:
@@ -121,6 +126,12 @@ class Registration:
             # torch warns of every replaced kernel, which is the purpose here.
             warnings.simplefilter("ignore")
             for backend in dispatch_keys():
+                # All of them before the first is replaced: a sum with a product calls the product's.
+                self._natives = {
+                    entry.name: kernel
+                    for entry in self._table
+                    if (entry.name, backend) not in self._done and (kernel := _kernel(entry.name, backend)) is not None
+                }
                 for entry in self._table:
                     self._replace(entry, backend)
 
@@ -138,7 +149,7 @@ class Registration:
             self._inside.depth -= 1
 
     def _replace(self, entry: _Entry, backend: str) -> None:
-        native = None if (entry.name, backend) in self._done else _kernel(entry.name, backend)
+        native = self._natives.get(entry.name)
         if native is None:
             return
         self._library.impl(
@@ -150,9 +161,9 @@ class Registration:
         on_result, inside = self._on_result, self._inside
         operator = name.partition(".")[0]
 
-        def product(keys: Any, first: Tensor, *others: Any, **named: Any) -> Any:
-            result = native(keys, first, *others, **named)
-            return result if inside.depth else on_result(operator, result, first.shape[-1], (first, *others[:1]))
+        def product(keys: Any, first: Tensor, second: Tensor, *others: Any) -> Any:
+            result = native(keys, first, second, *others)
+            return result if inside.depth else on_result(operator, result, first.size(-1), (first, second))
 
         def composed(keys: Any, first: Tensor, *others: Any, **named: Any) -> Any:
             return self._noised(operator, self._alone(native, keys, first, *others, **named), first.shape[-1])
@@ -162,8 +173,7 @@ class Registration:
 
         if self._on_operands is not None:
             return of_operands
-        # The others call operators of this table themselves.
-        return product if operator in ("mm", "bmm") else composed
+        return product if operator in _PLAIN else composed
 
     def _scaled_product(self, name: str, native: Kernel) -> Kernel:
         def scaled_product(keys: Any, first: Tensor, second: Tensor, scale: Any, other: Any, *rest: Any) -> Any:
@@ -175,19 +185,22 @@ class Registration:
         return scaled_product
 
     def _sum(self, name: str, native: Kernel) -> Kernel:
-        multiply = getattr(_aten, SUMS[name]).default
-        inside = self._inside
+        operator = SUMS[name]
+        multiply, on_result, inside = self._natives[operator], self._on_result, self._inside
+        if operator not in _PLAIN:
+            multiply = partial(self._alone, multiply)
 
         def added(keys: Any, added: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
             if inside.depth or not first.is_floating_point():
                 return native(keys, added, first, second, beta=beta, alpha=alpha)
             if self._on_operands is not None:
-                factors = self._factors(SUMS[name], first, second)
+                factors = self._factors(operator, first, second)
                 return self._alone(native, keys, added, *factors, beta=beta, alpha=alpha)
             if self._whole_sums:
                 result = self._alone(native, keys, added, first, second, beta=beta, alpha=alpha)
-                return self._on_result(SUMS[name], result, first.shape[-1], (first, second))
-            return _plus(multiply(first, second), added, beta, alpha)
+                return on_result(operator, result, first.size(-1), (first, second))
+            product = multiply(keys, first, second)
+            return _plus(on_result(operator, product, first.size(-1), (first, second)), added, beta, alpha)
 
         return added
 
@@ -337,7 +350,7 @@ def _plus(product: Tensor, added: Tensor, beta: Any, alpha: Any) -> Tensor:
     # A bias has the last dimension alone. `torch.broadcast_shapes` would take longer than a small product.
     is_bias = added.dim() == 1 and product.dim() > 1 and added.shape[0] == product.shape[-1]
     if is_bias or added.shape == product.shape or product.shape == torch.broadcast_shapes(product.shape, added.shape):
-        return product.add_(added, alpha=beta)
+        return product.add_(added) if beta == 1 else product.add_(added, alpha=beta)
     return product + beta * added
 
 

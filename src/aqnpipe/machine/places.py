@@ -209,11 +209,6 @@ class Places:
         """Return the operator whose node has this number; None for other nodes."""
         return self._of_graph().operators.get(number)
 
-    def part_of(self, number: int) -> int:
-        """Return the part of the node with this number."""
-        found = self.operator_of(number) or self.segment_of(number)
-        return self.outside if found is None else found.part
-
     def note_operator(self, here: Place) -> None:
         """Note the node of the operator that has just been counted in `here`. Call it in its kernel."""
         # An operator without a node would take that of another, which was noted before.

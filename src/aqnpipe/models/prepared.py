@@ -13,7 +13,7 @@ PREPARED_MODEL_FILE = "aqnpipe_model.json"
 
 
 class AdapterEffect(FrozenModel):
-    """What the adapters of one kind of module added to their outputs in a probe, over all layers.
+    """Values that the adapters of one kind of module added to their outputs in a probe, over all layers.
 
     `projection` is the sum of the added values with fixed random signs: unlike the norm, it changes if two layers are
     exchanged.
@@ -24,7 +24,7 @@ class AdapterEffect(FrozenModel):
 
 
 class Probe(FrozenModel):
-    """What the trainer's model computed for a few fixed tokens when it saved a checkpoint, without noise.
+    """Results of the trainer's model for a few fixed tokens when it saved a checkpoint, without noise.
 
     Computed in double precision with the weights rounded to `dtype`, which an evaluation loads. `top_tokens` and
     `top_logits` are the largest logits at the last positions; `logits_sha256` is of all of them in float32.

@@ -13,7 +13,7 @@ _SECOND_FACTOR = ".lora_B.weight"
 
 
 def is_untrained(checkpoint: Path, model: Path) -> bool:
-    """Whether every weight of a checkpoint is that of `model`, in the checkpoint's number format; False if it is gone.
+    """Return whether every weight of a checkpoint is `model`'s, in the checkpoint's number format; False if it is gone.
 
     Adapters are untrained as long as their second factors are zero, because these start at zero.
     """

@@ -34,7 +34,7 @@ _KEY_LIMIT = 2**63
 
 
 class NoiseReceipt(MachineReceipt):
-    """What `noisy` requested and measured, over all contexts that share this receipt."""
+    """Request and measurements of `noisy`, over all contexts that share this receipt."""
 
     def __init__(self, model: nn.Module, request: AuditRequest, scale: float | None) -> None:
         phases = (request.stream, "backward") if request.backward else (request.stream,)

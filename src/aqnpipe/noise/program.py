@@ -53,7 +53,7 @@ IN_OPTIMISER = "in an optimiser"
 
 
 class ProgramMachine(BaseModel):
-    """What the environment asks for. `only`: paths of layers, with wildcards, or names of operators."""
+    """Machine that the environment asks for. `only`: paths of layers, with wildcards, or names of operators."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""What the differences of operators do to log-probabilities, and which operators explain it."""
+"""Effect of the differences of operators on log-probabilities, and the operators that explain it."""
 
 import math
 from collections.abc import Mapping, Sequence

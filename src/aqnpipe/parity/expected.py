@@ -1,4 +1,4 @@
-"""What an operator should return: the exact result in float64 and how far correct computations may be from it.
+"""Expected result of an operator: the exact result in float64 and how far correct computations may be from it.
 
 Every function takes the inputs that the operator was really given, so the difference to its result is the operator's
 own error. Two bounds come with each result (u: half the spacing of numbers at 1 in the output's dtype):
@@ -150,7 +150,7 @@ def copy(exact: Tensor, dtype: torch.dtype) -> Expected:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What a call of attention depends on beside queries, keys and values."""
+    """Facts that a call of attention depends on beside queries, keys and values."""
 
     scaling: float
     window: int | None = None

@@ -16,7 +16,7 @@ Inputs = tuple[Tensor, ...]
 
 
 class Form(Protocol):
-    """What an operator computes. Inputs are rows [rows, width]; `positions` [rows] are those of their tokens."""
+    """Computation of an operator. Inputs are rows [rows, width]; `positions` [rows] are those of their tokens."""
 
     def expected(self, inputs: Inputs, positions: Tensor, channels: Tensor, dtype: torch.dtype) -> Expected:
         """Return the exact result of some output channels, with bounds for results of `dtype`."""

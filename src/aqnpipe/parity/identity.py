@@ -1,4 +1,4 @@
-"""What a capture is of: digests of the model's files, the state of its weights in memory, device and versions."""
+"""Identity of a capture: digests of the model's files, the state of its weights in memory, device and versions."""
 
 import hashlib
 import json

@@ -66,7 +66,7 @@ class Tally:
 
 @dataclass
 class Recorded:
-    """What was recorded of one operator: rows of results, exact results, their bounds, and sizes of the inputs.
+    """Record of one operator: rows of results, exact results, their bounds, and sizes of the inputs.
 
     `is_linked`: its inputs were the results of operators seen before, so that nothing else computes in between.
     """

@@ -72,7 +72,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class AuditRequest(NamedTuple):
-    """What the machine was asked to do, in the places `selected` by number and for the `operators`; None for all.
+    """Request to the machine, in the places `selected` by number and for the `operators`; None for all.
 
     `elementwise`: softmax, activations and norms in layers too. `errors`: the error of each place that has one, in
     place of `selected`. `modules`: errors on modules, by the number of their place. `counts_operations`: floating-point

@@ -1,4 +1,4 @@
-"""What an audit observes of one pass, and of the backward pass through its graph."""
+"""Observations that an audit makes of one pass, and of the backward pass through its graph."""
 
 import threading
 from bisect import bisect_right
@@ -53,7 +53,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 class Observation:
-    """What is observed of one pass, and of the backward pass through its graph.
+    """Observations of one pass, and of the backward pass through its graph.
 
     `kind` is that of a pass observed as a whole, None if single parts are observed.
     """

@@ -22,7 +22,7 @@ _RESOLVED = 0.15
 
 
 class Cell(NamedTuple):
-    """What a row of the table is about. `place`: a layer by its path, the output projection, or `outside`."""
+    """Subject of a row of the table. `place`: a layer by its path, the output projection, or `outside`."""
 
     phase: str
     place: str
@@ -74,7 +74,7 @@ class Seen:
 
 
 class Requested(NamedTuple):
-    """What a receipt is checked against: phases, a description of the error, and its scale if it has one.
+    """Request that a receipt is checked against: phases, a description of the error, and its scale if it has one.
 
     `elementwise`: softmax, activations and norms must have the error too. `own`: the error, if it is a user's own.
     """
@@ -98,7 +98,7 @@ def described(error: AppliedError | MeasuredError | None) -> str:
 
 
 class MachineReceipt:
-    """What a machine was asked to do, what it counted, and what the audit computed again."""
+    """Request to a machine, what the machine counted, and what the audit computed again."""
 
     def __init__(self, requested: Requested, draws: np.random.Generator) -> None:
         self.requested = requested

@@ -1,4 +1,4 @@
-"""What the check of published figures found, as statements for the report's catalogue of words."""
+"""Findings of the check of published figures, as statements for the report's catalogue of words."""
 
 from collections.abc import Sequence
 
@@ -70,7 +70,7 @@ def run_to_run(scatter: RunScatter, p_value: float, p_holm: float) -> Statement:
 
 
 def assumes_equal_runs(claim: PublishedClaim) -> bool:
-    """Whether a claim about training runs is tested over questions alone, as if identical runs did not differ."""
+    """Return whether a claim about training runs is tested over questions only, as if identical runs did not differ."""
     return claim.between_runs if isinstance(claim, AccuracyClaim) else not isinstance(claim, LossClaim)
 
 

@@ -1,4 +1,4 @@
-"""What the terminal shows when a study is finished: the verdicts with their differences, and its answer at the end."""
+"""Terminal output when a study is finished: the verdicts with their differences, and its answer at the end."""
 
 import unicodedata
 from collections.abc import Mapping

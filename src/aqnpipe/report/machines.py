@@ -126,7 +126,7 @@ def _relative_size(noise: OperatorNoise, operator: OperatorParity, own: Mapping[
 
 
 _DIFFERING = ("backend", "dtype", "attention", "device", "threads", "batch_size", "tensor_parallel")
-"""What can differ between the sides of a parity; those that do name the machine."""
+"""Properties that can differ between the sides of a parity; those that do name the machine."""
 
 
 @dataclass(frozen=True)

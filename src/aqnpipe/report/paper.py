@@ -83,7 +83,7 @@ FigureFormat = Literal["pdf", "svg"]
 TableFormat = Literal["latex", "csv"]
 
 _LATEX_COMMANDS = {"−": "$-$", "⟨": "$\\langle$", "⟩": "$\\rangle$", "≈": "$\\approx$", "σ": "$\\sigma$", "²": "$^2$"}
-"""What pdfLaTeX cannot typeset of the catalogue's characters; Chinese needs XeLaTeX or LuaLaTeX."""
+"""Characters of the catalogue that pdfLaTeX cannot typeset; Chinese needs XeLaTeX or LuaLaTeX."""
 _LONGEST_IN_A_LINE = 60
 _PARAGRAPH = "p{7cm}"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9]+")

@@ -47,7 +47,7 @@ IMPORTED = (
     "vl_convert",
     "transformers.models.qwen2.modeling_qwen2",
 )
-"""What jobs of the built-in models import, in the order in which jobs need it."""
+"""Modules that jobs of the built-in models import, in the order in which jobs need them."""
 
 _LARGEST_REQUEST = 1 << 17
 _SECONDS_BETWEEN_LOOKS = 0.02

@@ -59,7 +59,7 @@ class Clusters:
 
 
 def neighbours_vary_together(differences: FloatArray) -> bool:
-    """Whether differences[question] of neighbouring questions correlate, as those of one document or template do."""
+    """Return whether differences[question] of neighbours correlate, as those of one document or template do."""
     centred = differences - differences.mean()
     variance = float(centred @ centred)
     if variance == 0:

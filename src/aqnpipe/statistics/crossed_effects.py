@@ -39,7 +39,7 @@ class Estimate:
 
     @property
     def covers_seed_variance(self) -> bool:
-        """Whether there is more than one training seed, so that the estimate is about the arm and not about one run."""
+        """Return whether there are several training seeds, so the estimate is about the arm and not about one run."""
         return self.num_seeds > 1
 
     @property

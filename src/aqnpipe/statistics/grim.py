@@ -40,5 +40,5 @@ def possible_sizes(percent: str, sizes: Sequence[int] = COMMON_SIZES, largest: i
 
 
 def agrees(value: float, printed: str, units: float = 0.5) -> bool:
-    """Whether `value` agrees with `printed` to within `units` of its last digit (0.5: it rounds to `printed`)."""
+    """Return whether `value` agrees with `printed` within `units` of its last digit (0.5: it rounds to `printed`)."""
     return abs(value - float(printed)) <= 2 * units * half_unit(printed) + _SLACK

@@ -1,4 +1,4 @@
-"""What a study of arms can find before it runs, and the cheapest numbers of seeds, questions and noise draws."""
+"""Prognosis of a study of arms before it runs, and the cheapest numbers of seeds, questions and noise draws."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -59,7 +59,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Pilot:
-    """What a pilot says about variances. `seed_range`: 80 % interval of that between seeds.
+    """Information from a pilot about variances. `seed_range`: 80 % interval of that between seeds.
 
     It is None where the pilot says nothing about it; `variances` have the usual value there.
     """

@@ -1,4 +1,4 @@
-"""What other numbers of seeds and questions would find: variance components, the expected test, and sizes.
+"""Prognosis for other numbers of seeds and questions: variance components, the expected test, and sizes.
 
 The test of two arms estimates the variance between seeds by a rule (`statistics.seed_blocks`): with few seeds it keeps
 the pair's own variance, or the larger one, more often than a t distribution says. The effects of that rule on the power

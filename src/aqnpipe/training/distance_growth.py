@@ -1,4 +1,4 @@
-"""Whether the distance between sampler and policy has grown over a run."""
+"""Growth of the distance between sampler and policy over a run."""
 
 import math
 from statistics import fmean, variance

@@ -31,7 +31,7 @@ _SECONDS_BETWEEN_TEMPERATURES = 30.0
 
 
 class Order(FrozenModel):
-    """What one process does: a device, a model and its diagnosis, once or for a duration, into a file."""
+    """Work of one process: a device, a model and its diagnosis, once or for a duration, into a file."""
 
     device: str
     model: ModelSource
@@ -48,7 +48,7 @@ class StopRequestedError(Exception):
 
 
 class Stop:
-    """Whether the work is to end: on SIGINT or SIGTERM, or once the process that waits for it is gone."""
+    """Request to end the work: on SIGINT or SIGTERM, or once the process that waits for it is gone."""
 
     def __init__(self, parent: int) -> None:
         self._parent = parent

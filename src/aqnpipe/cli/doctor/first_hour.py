@@ -40,7 +40,7 @@ _TAIL = 30
 
 @dataclass
 class Outcome:
-    """What one step found: lines for the page, and what it could not try, with the reason."""
+    """Findings of one step: lines for the page, and what it could not try, with the reason."""
 
     name: str
     status: Literal["passed", "did not pass", "not tried"]

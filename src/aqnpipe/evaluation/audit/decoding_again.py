@@ -38,7 +38,7 @@ def rows_to_repeat(prompts: Sequence[Sequence[int]], responses: Sequence[Sequenc
 
 
 def is_generated(number: int, batch: int) -> bool:
-    """Whether rows of a batch are also decoded by transformers' `generate`: the first batch, and one of eight."""
+    """Return whether transformers' `generate` also decodes rows of a batch: the first batch, and one of eight."""
     return batch == 0 or number % _GENERATED_BATCHES == 0
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation must be: questions, prompts, golds and end of responses, read again from the files of the study.
+"""Expected evaluation: questions, prompts, golds and end of responses, read again from the files of the study.
 
 The prompts are put together here a second time, from the text of `PromptFormat` alone, so that an error in
 `data.prompts`, `data.examples` or the stage shows as a difference.

@@ -1,4 +1,4 @@
-"""What a worker observed in one batch, and the keys and digests that the audit derives for itself."""
+"""Observations of a worker in one batch, and the keys and digests that the audit derives for itself."""
 
 import hashlib
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class RowFacts:
 
 @dataclass(frozen=True)
 class AgainFacts:
-    """What computing rows again gave.
+    """Results of computing rows again.
 
     `rows` were read again in one forward each, `tokens` in all; `generated` of them were also decoded again by
     transformers' `generate`. `largest_difference`: of a chosen token's logit, in units of what rounding may do.
@@ -59,7 +59,7 @@ class AgainFacts:
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What was observed while a batch was generated.
+    """Observations made while a batch was generated.
 
     rows: in the order of the batch's prompts. noise_key: seed and step of the noise that was installed. first_logits:
     digest of the first logits of the batch. weights: digest of sampled weights in memory; by name in the first batch of

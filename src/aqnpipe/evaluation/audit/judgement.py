@@ -22,7 +22,7 @@ UNOBSERVED = (
     "responses computed again",
     "weights, number format and noise keys at the time of a forward pass",
 )
-"""What only transformers in this package's own processes lets the audit observe."""
+"""Facts that only transformers in this package's own processes lets the audit observe."""
 
 _ATTENTION = {"sdpa": ("sdpa", "aqnpipe_grouped_sdpa"), "eager": ("eager",)}
 _MOST_NAMED = 3

@@ -1,4 +1,4 @@
-"""What the injection says that it did to a tensor."""
+"""Claim of the injection about what it did to a tensor."""
 
 from dataclasses import dataclass
 

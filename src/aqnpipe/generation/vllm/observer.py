@@ -376,7 +376,7 @@ class EngineObserver(TorchDispatchMode):
 def _is_refused_outside(
     func: Any, inputs: Sequence[Tensor], output: Any, parameters: MatrixParameters, *, is_product: bool
 ) -> bool:
-    """Whether an operation around the layers and the output projection is a product, or may be one with a weight."""
+    """Return whether an operation around layers and output projection is a product, or may be one with a weight."""
     takes_weight = any(value in parameters for value in inputs)
     if takes_weight and keeps_the_parameter(func):
         parameters.update(_tensors(output))
@@ -385,7 +385,7 @@ def _is_refused_outside(
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether `func` is to be observed by its parts: in inference mode `aten.softmax` and others arrive as a whole."""
+    """Return whether to observe `func` by its parts: in inference mode `aten.softmax` and others arrive as a whole."""
     return torch.is_inference_mode_enabled() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
 
 

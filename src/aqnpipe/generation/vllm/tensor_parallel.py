@@ -1,4 +1,4 @@
-"""What tensor-parallel workers exchange: row-parallel sums, whole outputs for faults, and measurements."""
+"""Exchange between tensor-parallel workers: row-parallel sums, whole outputs for faults, and measurements."""
 
 from collections.abc import Callable, Mapping
 

@@ -186,7 +186,7 @@ class MatrixParameters:
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """Whether a parameter can be a factor of a matrix product; one scale per channel has one dimension above 1."""
+    """Return whether a parameter can be a factor of a matrix product; a scale per channel has one dimension above 1."""
     return sum(size > 1 for size in parameter.shape) > 1
 
 

@@ -29,11 +29,11 @@ _FEW_BITS_LOST = 4.0
 """Results are measured whose slack is at most so many times the smallest one: in others most digits cancelled."""
 
 _ESCAPES = ("of integers", "captured")
-"""What the machine counts of products that cannot have the error."""
+"""Counts that the machine keeps of products that cannot have the error."""
 
 
 class PhaseMeasurements:
-    """What is measured of one phase. `receipt` is what its audit writes, and continues the earlier ones of the run.
+    """Measurements of one phase. `receipt` is what its audit writes, and continues the earlier ones of the run.
 
     `modules`: the names of the modules with noise, in the order of their places. `noised_parts`: the parts of the model
     with an error since they were entered.

@@ -1,4 +1,4 @@
-"""What a receipt needs to know of each pass: the sequences that it begins, and the number formats that it has."""
+"""Facts about each pass that a receipt needs: the sequences that it begins, and the number formats that it has."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an audit expects of a phase, from what the recorder knows to have been requested."""
+"""Expectations of an audit about a phase, from what the recorder knows to have been requested."""
 
 from torch import nn
 

@@ -28,7 +28,7 @@ _GENERATING_PHASES = frozenset({"rollout", "validation"})
 
 
 _RATIOS = ("squared_error_ratio", "expected_ratio", "ratio_error")
-"""What a weight sync measured, each worker on hidden states of its own."""
+"""Measurements of a weight sync, made by each worker on hidden states of its own."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class PassRow:
 
 
 class RequiredPasses(NamedTuple):
-    """What a study requires of one phase, on each worker.
+    """Passes that a study requires of one phase, on each worker.
 
     In every step of `steps`, `sequences` are read without gradients (None: any number above 0); in those of
     `trained_steps`, `trained_sequences` with gradients. `num_format`: that of all passes. `drops`: passes may have

@@ -1,4 +1,4 @@
-"""What a receipt contains: the request, and the measurements of each operator, phase, fault and AQN redraw."""
+"""Content of a receipt: the request, and the measurements of each operator, phase, fault and AQN redraw."""
 
 import math
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class NoiseCell(ReceiptModel):
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is of a gradient that was zero wherever it was recomputed: noise on it has no relative size."""
+        """Return whether it is of a gradient that was zero wherever recomputed: noise on it has no relative size."""
         return self.phase == "backward" and not self.measured_elements and self.zeros > 0
 
     @property

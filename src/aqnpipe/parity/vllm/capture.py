@@ -36,7 +36,7 @@ WORKER_EXTENSION = "aqnpipe.parity.vllm.worker.CaptureExtension"
 _PROOF_TOKENS, _PROOF_DECODED = 8, 2
 _SPREAD = 0.3
 _TOKENS_PER_PASS = 2048
-"""What the engine reads in one pass, at least."""
+"""Tokens that the engine reads in one pass, at least."""
 
 
 class EngineCapture:

@@ -246,7 +246,7 @@ class TrainingAudit(TrainerCallback):
                     raise
 
     def lacks_only_gradients(self, error: ReceiptError) -> bool:
-        """Whether a receipt was refused because no reward differed within a group: no gradient, so no noise on it."""
+        """Return whether a receipt was refused as no reward differed within a group: no gradient, so no noise on it."""
         is_excused = bool(error.problems) and all(map(_OF_A_GRADIENT.match, error.problems))
         return is_excused and not self._rollouts.differing_groups
 
@@ -478,5 +478,5 @@ def _together(entries: Sequence[Recomputed]) -> Recomputed:
 
 
 def _is_scoring(kwargs: dict[str, Any]) -> bool:
-    """Whether a forward gives log-probabilities of completions: it keeps the logits of several places, and no cache."""
+    """Return whether a forward gives completions' log-probabilities: it keeps logits of several places but no cache."""
     return isinstance(kwargs.get("logits_to_keep"), int) and kwargs.get("attention_mask") is not None
