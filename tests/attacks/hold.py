@@ -191,9 +191,10 @@ def _calls(act: Act) -> Make:
 
         def on_result(self: Any, operator: str, result: Tensor, num_terms: int, factors: Any) -> Tensor:
             nonlocal count
-            here, node, is_gradient, part = self._where()
-            error = self.request.error_at(part)
-            if not _states or self._exemption(operator, part, error, is_gradient, result, num_terms) is not None:
+            here, is_gradient, part, number, place = self._where()
+            plan = self._plan(operator, part, is_gradient)
+            is_exempt = plan.why is not None or (num_terms == 1 and plan.may_be_outer)
+            if not _states or is_exempt or not result.is_floating_point():
                 return original(self, operator, result, num_terms, factors)  # type: ignore[no-any-return]
             count += 1
             phase = "backward" if is_gradient else self.request.stream
@@ -201,7 +202,7 @@ def _calls(act: Act) -> Make:
             call = Call(state(), phase, operator, layer, part, result, factors, here.is_again, count)
 
             def leave() -> Tensor:
-                self._gradient_source(node._sequence_nr()) if is_gradient else self._source(here)
+                self._gradient_source(number, place) if is_gradient else self._source(here)
                 return result
 
             return act(call, lambda: original(self, operator, result, num_terms, factors), leave)

@@ -216,7 +216,7 @@ def test_noise_on_the_gradient_of_one_factor_only_is_refused(model, monkeypatch,
     def one_factor(self, operator, result, *others):
         exact = result.clone()
         noised = on_result(self, operator, result, *others)
-        is_gradient = self._where()[2]
+        is_gradient = self._where()[1]
         return noised.copy_(exact) if is_gradient and self.places.local.nth == only - 1 else noised
 
     monkeypatch.setattr(Machine, "_on_result", one_factor)
