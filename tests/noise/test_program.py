@@ -82,13 +82,17 @@ def test_a_program_without_torch_is_refused(command_line):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "found --noise None and --error None, expected exactly one"),
+        ([], "found no --noise, no --error and no --fault, expected one of them"),
+        (["--noise", "0.05", "--error", "kind=nothing"], "found --noise 0.05 and --error kind=nothing"),
         (["--noise", "1.5"], "--noise: found 1.5, expected a number above 0 and below 1"),
         (["--error", "kind=nothing"], "kind"),
         (["--error", "kind=relative_gaussian,scale=x"], "scale"),
         (["--noise", "0.05", "--operators", "some"], "operators: found 'some', expected 'matmul' or 'all'"),
         (["--fault", "type=dead_zone,layer=1,magnitude=2"], "faults.0.magnitude"),
-        (["--fault", "type=dead_zone,layer=1,magnitude=0.1", "--only", "bmm"], "--only and --operators are of errors"),
+        (
+            ["--fault", "type=dead_zone,layer=1,magnitude=0.1", "--only", "bmm"],
+            "--only is of errors, expected --noise or",
+        ),
         (["--error", "kind=own,function=nowhere:function,size=1"], "nowhere"),
     ],
 )
@@ -149,6 +153,28 @@ def test_forms_of_errors_and_faults_on_a_decoder_with_checkpoints(execute, monke
     assert code == 0, lines
     assert said in lines[-1]
     assert execute(*arguments, program="decoder.py")[1] == printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cleared", "copied", "wrapped"])
+def test_a_layer_that_is_exchanged_or_loses_its_hooks_keeps_its_fault(execute, how):
+    code, _, lines = execute("--fault", FAULT, program="decoder.py", words=[how])
+    assert code == 0, lines
+    assert "noise in layer 1 (layer_output) changed 4,608 of 4,608 values in 3 calls" in lines[-1]
+
+
+@pytest.mark.slow
+def test_a_layer_that_computes_past_its_fault_is_refused(execute):
+    code, _, lines = execute("--noise", "0.05", "--fault", FAULT, program="decoder.py", words=["called"])
+    assert code == 2
+    assert lines[-1].endswith("noise in layer 1 (layer_output) was in 3 of 6 calls of its layer")
+
+
+@pytest.mark.slow
+def test_adapters_of_fewer_rows_than_a_block_are_quantized(execute):
+    error = "kind=fake_quantization,format=mxfp4,activations=true"
+    code, _, lines = execute("--error", error, program="decoder.py", words=["adapted"])
+    assert code == 0, lines
 
 
 @pytest.mark.slow

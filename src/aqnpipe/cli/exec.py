@@ -57,8 +57,9 @@ def execute(
         raise ConfigError(f"--receipts: {folder} cannot be made: {problem.strerror}") from problem
     if receipts is not None and any(folder.glob("*.json")):
         raise ConfigError(f"--receipts: {folder} has receipts of an earlier run, expected an empty folder")
-    if noise is None and error is None and (only or operators != "matmul"):
-        raise ConfigError("--only and --operators are of errors, expected --noise or --error")
+    for option, is_given in (("--only", bool(only)), ("--operators", operators != "matmul")):
+        if noise is None and error is None and is_given:
+            raise ConfigError(f"{option} is of errors, expected --noise or --error beside it")
     content = {
         "error": _error(noise, error, has_faults=bool(fault)),
         "seed": seed,
@@ -90,6 +91,8 @@ def execute(
             f"{command[0]}: no process of the program wrote a receipt; expected a program that imports torch, with "
             "aqnpipe in its environment, and computes"
         )
+    if only and not receipt.noised:
+        typer.echo(f"aqnpipe: nothing that the program computed is selected by --only {' '.join(only)}", err=True)
     problems = receipt.problems() if receipt.backward_passes or not backward else receipt.forward_problems()
     scale = receipt.measured_scale
     measured = "" if scale is None else f", measured scale {scale:.4f}"
@@ -100,17 +103,17 @@ def execute(
     ]
     said = said[: machine.error is not None]
     for record in faults:
-        where = f"{record.fault.type} in layer {record.fault.layer} ({record.fault.site})"
-        said.append(
-            f"{where} changed {record.affected_elements:,} of {record.elements:,} values in {record.calls} calls"
-        )
+        asked = record.fault
+        where = f"{asked.type} in layer {asked.layer} ({asked.site})"
+        calls = f"{record.calls:,} call{'s' * (record.calls != 1)}"
+        said.append(f"{where} changed {record.affected_elements:,} of {record.elements:,} values in {calls}")
         if not record.affected_elements:
             expected = (
-                "a larger magnitude"
-                if record.calls
-                else f"a program that calls a decoder with a layer {record.fault.layer}"
+                "a larger magnitude" if record.calls else f"a program that calls a decoder with a layer {asked.layer}"
             )
             problems.append(f"{where} changed none of {record.elements:,} values, expected {expected}")
+        elif record.calls < record.expected_calls:
+            problems.append(f"{where} was in {record.calls:,} of {record.expected_calls:,} calls of its layer")
     typer.echo(
         f"aqnpipe: {'; '.join(said)} in {num_processes} process{'es' * (num_processes != 1)}"
         f"{'; without' if without else ''}{without.removeprefix(',')}"
@@ -126,8 +129,10 @@ def execute(
 def _error(noise: float | None, error: str | None, *, has_faults: bool) -> dict[str, Any] | None:
     if has_faults and noise is None and error is None:
         return None
-    if (noise is None) == (error is None):
-        raise ConfigError(f"found --noise {noise} and --error {error}, expected exactly one of the two")
+    if noise is None and error is None:
+        raise ConfigError("found no --noise, no --error and no --fault, expected one of them")
+    if noise is not None and error is not None:
+        raise ConfigError(f"found --noise {noise} and --error {error}, expected one of the two")
     if noise is not None:
         if not 0 < noise < 1:
             raise ConfigError(f"--noise: found {noise:g}, expected a number above 0 and below 1")

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.noise import FakeQuantization, Fault, OperatorSet, OutputErrorModel
@@ -50,6 +51,22 @@ _FIRST_SECONDS, _SHARE_OF_TIME = 0.2, 0.01
 """A process may spend so many seconds on writing its receipt, and this share of its time."""
 
 IN_OPTIMISER = "in an optimiser"
+
+
+_COUNTED = ("calls", "elements", "affected_elements", "expected_calls")
+_FIRST_OF_ATTENTION = ("q_proj", "q_a_proj", "qkv_proj", "query_key_value")
+
+
+@dataclass
+class _PlacedFault:
+    """A fault at a place of a model. `witness_path`: a module that every call of the layer calls once."""
+
+    record: FaultRecord
+    hook: PlaceHook
+    path: str
+    witness_path: str | None
+    site: nn.Module | None = None
+    handle: RemovableHandle | None = None
 
 
 class ProgramMachine(BaseModel):
@@ -98,6 +115,8 @@ class _Program:
         self._models: set[nn.Module] = set()
         self._handles: list[Any] = []
         self._numbers: dict[nn.Module, int] = {}
+        self._placed: dict[nn.Module, list[_PlacedFault]] = {}
+        self._witnesses: dict[nn.Module, dict[str, FaultRecord]] = {}
         self._until_the_end = ExitStack()
         self._prepare()
 
@@ -147,8 +166,11 @@ class _Program:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._models.clear()
-        self._numbers.clear()
+        for placed in [each for every in self._placed.values() for each in every]:
+            if placed.handle is not None:
+                placed.handle.remove()
+        for known in (self._models, self._numbers, self._placed, self._witnesses):
+            known.clear()
         self._prepare()
         self._machine.start(before_first=self._identify)
 
@@ -166,6 +188,11 @@ class _Program:
         self._audit.request = self._audit.request._replace(position=(0, 0, number))
 
     def _called(self, module: nn.Module, args: Any) -> None:
+        if self._placed:
+            self._keep_faults(module)
+            if module in self._witnesses and torch._C._current_autograd_node() is None:
+                for record in self._witnesses[module].values():
+                    record.expected_calls += 1
         if self._machine.places.local.roots or module in self._models:
             return
         self._machine.identify()
@@ -188,24 +215,41 @@ class _Program:
             self._handles += self._audit.add_model(roots, modules, {number: path for path, number in numbers.items()})
             mark_weights(module)
             self._audit.enter(module, args, {})
-        if new:
+        if new and self._faults:
             self._add_faults(module)
+            self._keep_faults(module)
         written = PlaceHook(self._write_while_running)
         self._handles += [root.register_forward_hook(written) for root in roots]
 
     def _add_faults(self, model: nn.Module) -> None:
-        """Put the faults on a decoder that has their layers; raise ModelError if such a layer lacks the site."""
+        """Find the places of the faults in a decoder; raise ModelError if a layer of it lacks the site."""
         try:
             layers = decoder_layers(model)
         except ModelError:
             # A loss, an encoder: the receipt refuses a fault that no model of the program has.
             return
+        paths = {module: path for path, module in model.named_modules()}
+        self._placed[model] = []
         for number, record in enumerate(self._faults):
-            if record.fault.layer >= len(layers):
+            if record.fault.layer < len(layers):
+                site = site_module(model, record.fault.layer, record.fault.site)
+                hook = PlaceHook(FaultHook(record, partial(self._fault_call, number)))
+                witness = _witness_of(layers[record.fault.layer], record.fault.site)
+                self._placed[model].append(_PlacedFault(record, hook, paths[site], paths.get(witness)))
+
+    def _keep_faults(self, model: nn.Module) -> None:
+        """Put the faults on what is at their places now: a program may exchange a layer, or remove its hooks."""
+        for placed in self._placed.get(model, ()):
+            site, witness = _module_at(model, placed.path), _module_at(model, placed.witness_path)
+            if site is None:
+                self.receipt.notes[f"{placed.path} of {type(model).__name__} is gone, and its fault with it"] = 1
                 continue
-            site = site_module(model, record.fault.layer, record.fault.site)
-            call = partial(self._fault_call, number)
-            self._handles.append(site.register_forward_hook(PlaceHook(FaultHook(record, call))))
+            if witness is not None:
+                self._witnesses.setdefault(witness, {})[placed.path] = placed.record
+            if placed.handle is None or placed.site is not site or placed.handle.id not in site._forward_hooks:
+                if placed.handle is not None:
+                    placed.handle.remove()
+                placed.site, placed.handle = site, site.register_forward_hook(placed.hook)
 
     def _fault_call(self, number: int) -> int:
         # By place, so that a layer that is computed again has the same fault.
@@ -241,6 +285,21 @@ class _Program:
             unfinished.replace(target)
 
 
+def _module_at(model: nn.Module, path: str | None) -> nn.Module | None:
+    try:
+        return None if path is None else model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _witness_of(layer: nn.Module, site: str) -> nn.Module | None:
+    """Return a linear module that computes once in every call of a site; None if it is not known."""
+    if site not in ("layer_output", "attention_output"):
+        return None
+    named = {path.rpartition(".")[2]: module for path, module in layer.named_modules()}
+    return next((named[name] for name in _FIRST_OF_ATTENTION if name in named), None)
+
+
 def _content(
     receipt: MachineReceipt, counts: Counter[tuple[str, str, str]], faults: Sequence[FaultRecord]
 ) -> dict[str, Any]:
@@ -253,7 +312,7 @@ def _content(
         "escapes": receipt.escapes,
         "notes": receipt.notes,
         "passes": [receipt.passes, receipt.backward_passes, receipt.audited_passes],
-        "faults": [[record.calls, record.elements, record.affected_elements] for record in faults],
+        "faults": [[getattr(record, name) for name in _COUNTED] for record in faults],
     }
 
 
@@ -263,7 +322,7 @@ def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt
     faults = tuple(map(FaultRecord, machine.faults))
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
-        num_processes += bool(content["counts"]) or any(calls for calls, _, _ in content["faults"])
+        num_processes += bool(content["counts"]) or any(map(any, content["faults"]))
         total.count({(phase, operator, what): number for phase, operator, what, number in content["counts"]})
         for *cell, seen in content["cells"]:
             total.add(Cell(*cell), Seen(**seen))
@@ -273,7 +332,7 @@ def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt
         passes, backward, audited = content["passes"]
         total.passes, total.backward_passes = total.passes + passes, total.backward_passes + backward
         total.audited_passes += audited
-        for record, (calls, elements, affected) in zip(faults, content["faults"], strict=True):
-            record.calls, record.elements = record.calls + calls, record.elements + elements
-            record.affected_elements += affected
+        for record, counted in zip(faults, content["faults"], strict=True):
+            for name, number in zip(_COUNTED, counted, strict=True):
+                setattr(record, name, getattr(record, name) + number)
     return total, faults, num_processes

@@ -116,10 +116,12 @@ def _line(
 
 
 def _rounded(values: Tensor, error: FakeQuantization, largest: np.float32) -> FloatArray:
-    """Return values [..., blocks of one length] rounded to the format and to their own dtype."""
-    size = _BLOCK[error.format]
-    blocks: Any = wide(values).astype(np.float32).reshape(-1, size)
-    found = (_mxfp4(blocks) if error.format == "mxfp4" else _nvfp4(blocks, largest)).reshape(tuple(values.shape))
+    """Return values [..., blocks of one length] rounded to the format and to their own dtype; the last may be short."""
+    size, width = _BLOCK[error.format], values.shape[-1]
+    rows: Any = wide(values).astype(np.float32).reshape(-1, width)
+    blocks = np.pad(rows, ((0, 0), (0, -width % size))).reshape(-1, size)
+    rounded = _mxfp4(blocks) if error.format == "mxfp4" else _nvfp4(blocks, largest)
+    found = np.ascontiguousarray(rounded.reshape(len(rows), -1)[:, :width]).reshape(tuple(values.shape))
     return wide(torch.from_numpy(found).to(values.dtype))
 
 

@@ -398,12 +398,15 @@ def test_layout_does_not_matter_and_the_input_is_kept(number_format):
     assert fake_quantize(torch.empty(0, 64), number_format).shape == (0, 64)
 
 
-@pytest.mark.parametrize("shape", [(4, 40), (31,), ()])
-def test_a_last_dimension_that_is_no_multiple_of_the_block_is_refused(shape):
-    with pytest.raises(ModelError, match=r"MXFP4 quantization of a tensor of shape .*multiple of its block size 32"):
-        fake_quantize_mxfp4(torch.ones(shape))
-    with pytest.raises(ModelError, match=r"NVFP4 quantization of a tensor of shape .*multiple of its block size 16"):
-        fake_quantize_nvfp4(torch.ones(shape))
+def test_a_last_block_with_fewer_elements_has_a_scale_of_its_own():
+    # 0.07 is 4.48 times 2^-6; in the scale of its neighbours, 1, it would be 0.
+    found = fake_quantize_mxfp4(torch.tensor([6.0] * 32 + [0.07]))
+    assert found.tolist() == [6.0] * 32 + [0.0625]
+    # 0.5 / 6 is 37.3 times the scale of the tensor, 6 / 2688, and 36 is the nearest number of E4M3.
+    found = fake_quantize_nvfp4(torch.tensor([6.0] * 16 + [0.5]))
+    assert found.tolist() == pytest.approx([6.0] * 16 + [6 * 36 * 6 / 2688], rel=1e-6)
+    with pytest.raises(ModelError, match="MXFP4 quantization of a tensor without dimensions"):
+        fake_quantize_mxfp4(torch.ones(()))
 
 
 def test_unknown_formats_and_dtypes_are_refused():

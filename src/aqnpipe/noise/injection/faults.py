@@ -92,7 +92,10 @@ def apply_fault(hidden: Tensor, fault: Fault, channels: Tensor, call: int, thres
 
 @dataclass
 class FaultRecord:
-    """Effect of a simulated fault so far; elements are all values of the site's output, on any channel."""
+    """Effect of a simulated fault so far; elements are all values of the site's output, on any channel.
+
+    `expected_calls`: in how many calls the layer computed, where that is observed by itself.
+    """
 
     fault: Fault
     num_channels: int = 0
@@ -100,6 +103,7 @@ class FaultRecord:
     calls: int = 0
     elements: int = 0
     affected_elements: int = 0
+    expected_calls: int = 0
 
     @property
     def survival_rate(self) -> float:

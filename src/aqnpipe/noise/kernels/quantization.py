@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from aqnpipe.errors import ConfigError, ModelError
 
@@ -77,7 +78,7 @@ def fake_quantize_mxfp4(tensor: Tensor, block_size: int = MXFP4_BLOCK_SIZE) -> T
     The scale is 2^(floor(log2(max|x|)) - 2), at least 2^-127 (E8M0's smallest), so elements beyond 6 scales saturate
     (OCP Microscaling Formats v1.0, section 6.3). Blocks of zeros stay zeros with their signs. A NaN makes its block
     NaN; an infinity stays and gives its block the scale 2^126. Every result is exact in the dtype.
-    Raises ModelError if the last dimension is not a multiple of `block_size` or the dtype is not supported.
+    A last block with fewer elements has a scale of its own. Raises ModelError if the dtype is not supported.
     """
     return _StraightThrough.apply(tensor, _to_mxfp4, "MXFP4", block_size)
 
@@ -90,7 +91,7 @@ def fake_quantize_nvfp4(tensor: Tensor, block_size: int = NVFP4_BLOCK_SIZE, *, o
     The tensor's scale is max|tensor| / (448 * 6), so it depends on the whole tensor of this call; a block's scale is
     max|block| / 6 in units of that, rounded to E4M3 and at least 2^-6 (its smallest normal number). The gradient passes
     straight through. A tensor of zeros stays zeros; a NaN or an infinity anywhere makes all of the tensor NaN.
-    Raises ModelError if the last dimension is not a multiple of `block_size` or the dtype is not supported.
+    A last block with fewer elements has a scale of its own. Raises ModelError if the dtype is not supported.
     """
     return _StraightThrough.apply(tensor, _to_nvfp4_each if of_each_matrix else _to_nvfp4, "NVFP4", block_size)
 
@@ -116,15 +117,14 @@ class _StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         if tensor.dtype not in _FAKE_QUANTIZED:
             raise ModelError(f"{name} quantization of {tensor.dtype}, expected one of {_names(_FAKE_QUANTIZED)}")
-        if tensor.ndim == 0 or tensor.shape[-1] % block_size:
-            raise ModelError(
-                f"{name} quantization of a tensor of shape {tuple(tensor.shape)}, "
-                f"expected a last dimension that is a multiple of its block size {block_size}"
-            )
+        if tensor.ndim == 0:
+            raise ModelError(f"{name} quantization of a tensor without dimensions, expected blocks along its last one")
         if tensor.numel() == 0:
             return tensor.clone()
-        blocks = tensor.float().unflatten(-1, (-1, block_size))
-        return round_blocks(blocks).flatten(-2).to(tensor.dtype)
+        width = tensor.shape[-1]
+        padded = functional.pad(tensor.float(), (0, -width % block_size))
+        rounded = round_blocks(padded.unflatten(-1, (-1, block_size))).flatten(-2)
+        return rounded[..., :width].to(tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
