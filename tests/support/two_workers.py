@@ -110,7 +110,6 @@ def held_bytes(trainer) -> dict[str, int]:
 def gradients(job) -> None:
     """Write the gradients of one noised forward and backward pass, with shares or with data parallelism."""
     import torch
-    from aqnpipe.noise.audit.phase_audit import audited_backward
     from safetensors.torch import save_file
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
@@ -141,7 +140,6 @@ def gradients(job) -> None:
     ids = torch.randint(network.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(rank))
     with phase_noise(network, spec, "actor_forward", NoiseKey(seed=0, step=0, rank=rank), recorder, backward=True):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    with audited_backward(network, recorder):
         loss.backward()
     recorder.count_forward("backward")
     recorder.settle()

@@ -397,7 +397,7 @@ def test_editing_a_module_re_runs_the_stages_that_use_it(copy_of):
     module = copy_of.folder / "src" / "aqnpipe" / "statistics" / "paired.py"
     module.write_text(module.read_text() + "\n# edited\n")
     assert copy_of.planned() == {"compare": 1, "report": 1}
-    module = copy_of.folder / "src" / "aqnpipe" / "noise" / "injection" / "operators.py"
+    module = copy_of.folder / "src" / "aqnpipe" / "machine" / "operators.py"
     module.write_text(module.read_text() + "\n# edited\n")
     planned = copy_of.planned()
     assert (planned["train"], planned["evaluate"]) == (2, 5)
@@ -480,7 +480,7 @@ def test_noise_disabled_by_hand_fails_the_run_and_says_where(copy_of):
     result = copy_of.snakemake("--forcerun", "train", "--", str(run / "run.json"))
     assert result.returncode != 0
     assert "ERROR: receipt refused" in result.stdout
-    assert "the values used have no noise" in result.stdout
+    assert "values are not the requested ones: they have no error" in result.stdout
     assert "results/smoke/logs/train/base_srdd_guided_seed0.log" in result.stdout
     assert "Traceback" not in (copy_of.folder / RESULTS / "logs/train/base_srdd_guided_seed0.log").read_text()
     assert not list((copy_of.folder / run).glob("**/*.*")), "a failed run must leave nothing"

@@ -15,6 +15,9 @@ from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ReceiptError
 from aqnpipe.proof.elementwise import ELEMENTWISE
 
+_NO_ERROR = 0.005
+"""Largest size of what is found, as a multiple of the requested error, that is none."""
+
 _SLOPE_TOLERANCE = 0.05
 _STANDARD_ERRORS = 6.0
 _RESOLVED = 0.15
@@ -210,6 +213,8 @@ class MachineReceipt:
                 yield f"{where}: {seen.wrong} of {seen.compared} values are not exact, no noise was requested"
                 continue
             times = "" if seen.size is None else f", whose error is {seen.size:.2f} times the requested one"
+            if math.sqrt(seen.found_squared) < _NO_ERROR * math.sqrt(seen.expected_squared):
+                times = ": they have no error"
             yield f"{where}: {seen.wrong} of {seen.recomputed} recomputed values are not the requested ones{times}"
         for (of_phase, operator, dtype), seen in sorted(self._by_operator().items()):
             size = seen.size

@@ -165,7 +165,7 @@ def test_noise_on_a_copy_is_refused(model, monkeypatch):
         original(values.clone(), *others)
 
     replace(monkeypatch, machine, "apply_error_", on_a_copy)
-    with pytest.raises(ReceiptError, match=f"{NOT_REQUESTED}, whose error is 0.00 times"):
+    with pytest.raises(ReceiptError, match=f"{NOT_REQUESTED}: they have no error"):
         generate(model).check()
 
 
