@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from aqnpipe.machine import operators
 from aqnpipe.machine.operators import Registration
 
 X = torch.arange(12.0).reshape(3, 4)
@@ -45,17 +46,17 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_product_passes_once_and_changes_no_value(call):
-    compute, operators = CALLS[call]
+    compute, expected_operators = CALLS[call]
     expected, seen = compute(), []
     registration = Registration(lambda operator, result, num_terms, factors: seen.append(operator) or result)
     try:
         found = compute()
     finally:
         registration.close()
-    assert seen == operators
+    assert seen == expected_operators
     assert torch.allclose(found, expected)
     compute()
-    assert seen == operators
+    assert seen == expected_operators
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -89,3 +90,15 @@ def test_the_gradient_of_attention_is_that_of_its_exact_output():
     finally:
         registration.close()
     assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(expected, found, strict=True))
+
+
+def test_a_backend_without_the_product_of_its_sum_has_the_sum(monkeypatch):
+    kernel = operators._kernel
+    monkeypatch.setattr(operators, "_kernel", lambda name, backend: None if name == "mm" else kernel(name, backend))
+    expected, seen = torch.addmm(torch.ones(2), X, W, alpha=3), []
+    registration = Registration(lambda operator, result, num_terms, factors: seen.append(operator) or result)
+    try:
+        assert torch.equal(torch.addmm(torch.ones(2), X, W, alpha=3), expected)
+    finally:
+        registration.close()
+    assert seen == ["mm"]

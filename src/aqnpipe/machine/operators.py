@@ -186,8 +186,11 @@ class Registration:
 
     def _sum(self, name: str, native: Kernel) -> Kernel:
         operator = SUMS[name]
-        multiply, on_result, inside = self._natives[operator], self._on_result, self._inside
-        if operator not in _PLAIN:
+        on_result, inside = self._on_result, self._inside
+        product = getattr(_aten, operator).default
+        # A backend may have the sum and not the product.
+        multiply = self._natives.get(operator, lambda keys, first, second: product(first, second))
+        if operator not in _PLAIN or operator not in self._natives:
             multiply = partial(self._alone, multiply)
 
         def added(keys: Any, added: Tensor, first: Tensor, second: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
@@ -199,8 +202,8 @@ class Registration:
             if self._whole_sums:
                 result = self._alone(native, keys, added, first, second, beta=beta, alpha=alpha)
                 return on_result(operator, result, first.size(-1), (first, second))
-            product = multiply(keys, first, second)
-            return _plus(on_result(operator, product, first.size(-1), (first, second)), added, beta, alpha)
+            result = on_result(operator, multiply(keys, first, second), first.size(-1), (first, second))
+            return _plus(result, added, beta, alpha)
 
         return added
 
