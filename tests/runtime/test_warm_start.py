@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 
@@ -82,6 +83,23 @@ def test_a_signal_reaches_the_job(command, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30)[0] == "stopped\n"
     assert process.returncode == 3
+
+
+def test_a_signal_waits_until_the_job_is_known(tmp_path):
+    """It must not end the stand-in: a server whose stand-in has ended kills the job."""
+    path, stand_in = str(tmp_path / "socket"), tmp_path / "python.py"
+    stand_in.write_text(warm_start.stand_in_source(path, "1"))
+    listening = warm_start.listen(path)
+    job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = start([sys.executable, "-IS", str(stand_in)], tmp_path, "")
+    requested, _ = listening.accept()
+    for descriptor in socket.recv_fds(requested, 1 << 17, 3)[1]:
+        os.close(descriptor)
+    process.send_signal(signal.SIGTERM)
+    requested.send(str(job.pid).encode())
+    assert job.wait(30) == -signal.SIGTERM
+    requested.send(str(-signal.SIGTERM).encode())
+    assert process.wait(30) == -signal.SIGTERM
 
 
 def test_a_killed_stand_in_takes_its_job_with_it(command, tmp_path):

@@ -54,11 +54,16 @@ _SECONDS_BETWEEN_LOOKS = 0.02
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG)
 _STAND_IN = """import json, os, signal, socket, sys
 
+FORWARDED = {forwarded!r}
+
 def cold():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, *FORWARDED])
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 
 if not sys.argv[1:] or sys.argv[1].startswith("-") or os.environ.get("OMP_NUM_THREADS") != {threads!r}:
     cold()
+# Until it is known whom they are for: a signal that ended this process would kill the job.
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *FORWARDED])
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 request = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}}
 try:
@@ -71,8 +76,9 @@ if not pid:
     cold()
 # From a terminal the forked process gets an interrupt too.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-for number in {forwarded!r}:
+for number in FORWARDED:
     signal.signal(number, lambda number, frame: os.kill(pid, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, *FORWARDED])
 code = int(server.recv(64) or -9)
 if code < 0:
     if code != -9:
