@@ -119,7 +119,8 @@ def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs
     assert psutil.wait_procs(alive, timeout=30)[1] == []
     said = []
     resumed = run(requested, inputs, tmp_path / "resumed", said.append)
-    assert "resuming after step 2" in said[0]
+    # A point is published while the next step computes.
+    assert said[0].endswith(("resuming after step 1", "resuming after step 2"))
     assert digests(whole) == digests(resumed)
 
     record = read_json(whole / "run.json", RunRecord)
