@@ -120,7 +120,7 @@ def test_a_run_with_all_noise_is_proven_and_survives_a_kill_byte_for_byte(inputs
     said = []
     resumed = run(requested, inputs, tmp_path / "resumed", said.append)
     # A point is published while the next step computes.
-    assert said[0].endswith(("resuming after step 1", "resuming after step 2"))
+    assert any(f"resuming after step {step}" in said[0] for step in (1, 2))
     assert digests(whole) == digests(resumed)
 
     record = read_json(whole / "run.json", RunRecord)
