@@ -432,6 +432,11 @@ SABOTAGES = of_group(
         ),
         evaluating(
             "one projection left out late",
+            "o_proj of layer 1, from the sixth forward on",
+            clean_modules(lambda name, state: "1.self_attn.o_proj" in name and state.forward_index > 5),
+        ),
+        evaluating(
+            "one projection left out after two forwards",
             "o_proj of layer 1, from the third forward on",
             clean_modules(lambda name, state: "1.self_attn.o_proj" in name and state.forward_index > 1),
         ),

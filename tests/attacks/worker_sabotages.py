@@ -49,7 +49,7 @@ def _not_in_the_second_evaluator(_: Any) -> Any:
 
 SABOTAGES = of_group(
     "processes",
-    r"(?:they have no error|error is -?0\.0\d times the requested)",
+    "they have no error",
     (
         Sabotage(
             "noise not installed in one trainer",
