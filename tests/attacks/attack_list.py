@@ -40,7 +40,7 @@ _NOT_CAUGHT = {
     "fault with other channels in each call": _UNPROVEN_FAULT,
     "fault with a threshold per row": _UNPROVEN_FAULT,
     "fault of another type": _UNPROVEN_FAULT,
-    "one projection left out late": "what begins late in one layer is found by sampling, and 14 tokens have few samples",
+    "one projection left out late": "what begins late in one layer is found by sampling; 14 tokens have few samples",
     "clipping on one side": "few tokens have a ratio above the bound, and none of the audited places had one",
     "ratio of sequences": "refused, but as wrong advantages: the recomputed loss knows no ratio per response",
     "stop text ignored": "it changes nothing here: no response continues behind the stop text",

@@ -93,6 +93,7 @@ def test_a_program_without_torch_is_refused(command_line):
             ["--fault", "type=dead_zone,layer=1,magnitude=0.1", "--only", "bmm"],
             "--only is of errors, expected --noise or",
         ),
+        (["--fault", "type=dead_zone,layer=1,magnitude=0.1", "--no-backward"], "--no-backward is of errors, expected"),
         (["--error", "kind=own,function=nowhere:function,size=1"], "nowhere"),
     ],
 )
@@ -156,8 +157,8 @@ def test_forms_of_errors_and_faults_on_a_decoder_with_checkpoints(execute, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["cleared", "copied", "wrapped"])
-def test_a_layer_that_is_exchanged_or_loses_its_hooks_keeps_its_fault(execute, how):
+@pytest.mark.parametrize("how", ["cleared", "copied", "wrapped", "exchanged", "retried"])
+def test_a_layer_that_is_exchanged_or_interrupted_keeps_its_fault(execute, how):
     code, _, lines = execute("--fault", FAULT, program="decoder.py", words=[how])
     assert code == 0, lines
     assert "noise in layer 1 (layer_output) changed 4,608 of 4,608 values in 3 calls" in lines[-1]
@@ -165,9 +166,11 @@ def test_a_layer_that_is_exchanged_or_loses_its_hooks_keeps_its_fault(execute, h
 
 @pytest.mark.slow
 def test_a_layer_that_computes_past_its_fault_is_refused(execute):
-    code, _, lines = execute("--noise", "0.05", "--fault", FAULT, program="decoder.py", words=["called"])
+    two = ["--fault", FAULT, "--fault", "type=bias,layer=1,magnitude=0.1"]
+    code, _, lines = execute("--noise", "0.05", *two, program="decoder.py", words=["called"])
     assert code == 2
-    assert lines[-1].endswith("noise in layer 1 (layer_output) was in 3 of 6 calls of its layer")
+    for kind in ("noise", "bias"):
+        assert f"{kind} in layer 1 (layer_output) was in 3 of 6 calls of its layer" in lines[-1]
 
 
 @pytest.mark.slow

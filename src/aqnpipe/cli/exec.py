@@ -18,7 +18,9 @@ from aqnpipe.errors import ConfigError, ReceiptError
 from aqnpipe.noise.autoload import VARIABLE
 
 if TYPE_CHECKING:
+    from aqnpipe.noise.injection.faults import FaultRecord
     from aqnpipe.noise.program import ProgramMachine
+    from aqnpipe.proof.receipt import MachineReceipt
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -57,7 +59,11 @@ def execute(
         raise ConfigError(f"--receipts: {folder} cannot be made: {problem.strerror}") from problem
     if receipts is not None and any(folder.glob("*.json")):
         raise ConfigError(f"--receipts: {folder} has receipts of an earlier run, expected an empty folder")
-    for option, is_given in (("--only", bool(only)), ("--operators", operators != "matmul")):
+    for option, is_given in (
+        ("--only", bool(only)),
+        ("--operators", operators != "matmul"),
+        ("--no-backward", not backward),
+    ):
         if noise is None and error is None and is_given:
             raise ConfigError(f"{option} is of errors, expected --noise or --error beside it")
     content = {
@@ -91,32 +97,20 @@ def execute(
             f"{command[0]}: no process of the program wrote a receipt; expected a program that imports torch, with "
             "aqnpipe in its environment, and computes"
         )
-    if only and not receipt.noised:
-        typer.echo(f"aqnpipe: nothing that the program computed is selected by --only {' '.join(only)}", err=True)
-    problems = receipt.problems() if receipt.backward_passes or not backward else receipt.forward_problems()
-    scale = receipt.measured_scale
-    measured = "" if scale is None else f", measured scale {scale:.4f}"
-    without = "".join(f", {number:,} {what}" for what, number in sorted(receipt.without_error().items()))
-    said = [
-        f"{receipt.noised:,} of {receipt.products:,} products had {machine.requested.error}{measured} from "
-        f"{receipt.recomputed_numbers:,} recomputed values"
+    problems = [
+        *_receipt_problems(receipt, backward, only),
+        *(line for each in faults for line in _fault_problems(each)),
     ]
-    said = said[: machine.error is not None]
-    for record in faults:
-        asked = record.fault
-        where = f"{asked.type} in layer {asked.layer} ({asked.site})"
-        calls = f"{record.calls:,} call{'s' * (record.calls != 1)}"
-        said.append(f"{where} changed {record.affected_elements:,} of {record.elements:,} values in {calls}")
-        if not record.affected_elements:
-            expected = (
-                "a larger magnitude" if record.calls else f"a program that calls a decoder with a layer {asked.layer}"
-            )
-            problems.append(f"{where} changed none of {record.elements:,} values, expected {expected}")
-        elif record.calls < record.expected_calls:
-            problems.append(f"{where} was in {record.calls:,} of {record.expected_calls:,} calls of its layer")
+    said = [] if machine.error is None else [_products(receipt)]
+    said += [
+        f"{_described(each)} changed {each.affected_elements:,} of {each.elements:,} values in {each.calls:,} "
+        f"call{'s' * (each.calls != 1)}"
+        for each in faults
+    ]
+    without = ", ".join(f"{number:,} {what}" for what, number in sorted(receipt.without_error().items()))
     typer.echo(
         f"aqnpipe: {'; '.join(said)} in {num_processes} process{'es' * (num_processes != 1)}"
-        f"{'; without' if without else ''}{without.removeprefix(',')}"
+        + (f"; without {without}" if without else "")
         + ("" if receipts is None else f"; receipts in {receipts}"),
         err=True,
     )
@@ -124,6 +118,39 @@ def execute(
         raise typer.Exit(code)
     if problems:
         raise ReceiptError("; ".join(problems))
+
+
+def _products(receipt: "MachineReceipt") -> str:
+    scale = receipt.measured_scale
+    measured = "" if scale is None else f", measured scale {scale:.4f}"
+    return (
+        f"{receipt.noised:,} of {receipt.products:,} products had {receipt.requested.error}{measured} from "
+        f"{receipt.recomputed_numbers:,} recomputed values"
+    )
+
+
+def _receipt_problems(receipt: "MachineReceipt", backward: bool, only: list[str] | None) -> list[str]:
+    """Return how the errors differ from the request; without a backward pass their gradients cannot be missing."""
+    found = receipt.problems() if receipt.backward_passes or not backward else receipt.forward_problems()
+    if only and not receipt.noised:
+        return [f"--only: {' '.join(only)} selects nothing that the program computed", *found]
+    return found
+
+
+def _described(record: "FaultRecord") -> str:
+    return f"{record.fault.type} in layer {record.fault.layer} ({record.fault.site})"
+
+
+def _fault_problems(record: "FaultRecord") -> list[str]:
+    if not record.calls:
+        expected = f"a program that calls a decoder with a layer {record.fault.layer}"
+    elif not record.affected_elements:
+        expected = "a larger magnitude"
+    elif record.calls < record.expected_calls:
+        return [f"{_described(record)} was in {record.calls:,} of {record.expected_calls:,} calls of its layer"]
+    else:
+        return []
+    return [f"{_described(record)} changed none of {record.elements:,} values, expected {expected}"]
 
 
 def _error(noise: float | None, error: str | None, *, has_faults: bool) -> dict[str, Any] | None:

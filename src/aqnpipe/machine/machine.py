@@ -95,7 +95,7 @@ class Noised(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is done with results of an operator in a part. `noised`: the key that counts them."""
+    """Treatment of results of an operator in a part. `noised`: the key that counts them."""
 
     phase: str
     error: Any
@@ -171,6 +171,9 @@ class Machine:
             handles += self.places.name_hooks(named_modules(roots[0]))
         if self._is_quantized:
             mark = PlaceHook(lambda module, *_: mark_weights(module))
+            for root in roots:
+                # A call that has begun already does not run the hook.
+                mark_weights(root)
             handles += [root.register_forward_pre_hook(mark) for root in roots]
         return handles
 

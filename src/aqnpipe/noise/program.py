@@ -34,7 +34,6 @@ from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.operators import ELEMENTWISE, NOISED
-from aqnpipe.machine.quantized import mark_weights
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.parts import PlaceHook, parts_of
 from aqnpipe.models.sites import site_module
@@ -52,20 +51,19 @@ _FIRST_SECONDS, _SHARE_OF_TIME = 0.2, 0.01
 
 IN_OPTIMISER = "in an optimiser"
 
-
 _COUNTED = ("calls", "elements", "affected_elements", "expected_calls")
-_FIRST_OF_ATTENTION = ("q_proj", "q_a_proj", "qkv_proj", "query_key_value")
+_FIRST_PROJECTIONS = ("q_proj", "q_a_proj", "qkv_proj", "query_key_value")
 
 
 @dataclass
 class _PlacedFault:
-    """A fault at a place of a model. `witness_path`: a module that every call of the layer calls once."""
+    """A fault at a place of a model. The projection at `projection_path` computes once in every call of the layer."""
 
-    record: FaultRecord
+    number: int
     hook: PlaceHook
     path: str
-    witness_path: str | None
-    site: nn.Module | None = None
+    projection_path: str | None
+    projection: nn.Module | None = None
     handle: RemovableHandle | None = None
 
 
@@ -116,7 +114,9 @@ class _Program:
         self._handles: list[Any] = []
         self._numbers: dict[nn.Module, int] = {}
         self._placed: dict[nn.Module, list[_PlacedFault]] = {}
-        self._witnesses: dict[nn.Module, dict[str, FaultRecord]] = {}
+        self._projections: dict[nn.Module, set[int]] = {}
+        # Calls of faulty layers in the present pass, by the number of the fault.
+        self._layer_calls: Counter[int] = Counter()
         self._until_the_end = ExitStack()
         self._prepare()
 
@@ -146,7 +146,6 @@ class _Program:
             self._observe_outside,
         )
         self._audit.exactly = self._machine.exactly
-        self._identity: int | None = None
 
     def start(self) -> None:
         """Replace the kernels and watch modules, optimisers and backward passes."""
@@ -169,7 +168,7 @@ class _Program:
         for placed in [each for every in self._placed.values() for each in every]:
             if placed.handle is not None:
                 placed.handle.remove()
-        for known in (self._models, self._numbers, self._placed, self._witnesses):
+        for known in (self._models, self._numbers, self._placed, self._projections, self._layer_calls):
             known.clear()
         self._prepare()
         self._machine.start(before_first=self._identify)
@@ -190,9 +189,8 @@ class _Program:
     def _called(self, module: nn.Module, args: Any) -> None:
         if self._placed:
             self._keep_faults(module)
-            if module in self._witnesses and torch._C._current_autograd_node() is None:
-                for record in self._witnesses[module].values():
-                    record.expected_calls += 1
+            if module in self._projections and torch._C._current_autograd_node() is None:
+                self._layer_calls.update(self._projections[module])
         if self._machine.places.local.roots or module in self._models:
             return
         self._machine.identify()
@@ -213,13 +211,18 @@ class _Program:
         self._machine.places.enter_root(module)
         if self._settings.error is not None:
             self._handles += self._audit.add_model(roots, modules, {number: path for path, number in numbers.items()})
-            mark_weights(module)
             self._audit.enter(module, args, {})
         if new and self._faults:
             self._add_faults(module)
             self._keep_faults(module)
-        written = PlaceHook(self._write_while_running)
-        self._handles += [root.register_forward_hook(written) for root in roots]
+        end = PlaceHook(self._end_pass)
+        self._handles += [root.register_forward_hook(end) for root in roots]
+
+    def _end_pass(self, *_: Any) -> None:
+        for number, calls in self._layer_calls.items():
+            self._faults[number].expected_calls += calls
+        self._layer_calls.clear()
+        self._write_while_running()
 
     def _add_faults(self, model: nn.Module) -> None:
         """Find the places of the faults in a decoder; raise ModelError if a layer of it lacks the site."""
@@ -234,22 +237,30 @@ class _Program:
             if record.fault.layer < len(layers):
                 site = site_module(model, record.fault.layer, record.fault.site)
                 hook = PlaceHook(FaultHook(record, partial(self._fault_call, number)))
-                witness = _witness_of(layers[record.fault.layer], record.fault.site)
-                self._placed[model].append(_PlacedFault(record, hook, paths[site], paths.get(witness)))
+                projection = _first_projection(layers[record.fault.layer], record.fault.site)
+                place = None if projection is None else paths[projection]
+                self._placed[model].append(_PlacedFault(number, hook, paths[site], place))
 
     def _keep_faults(self, model: nn.Module) -> None:
         """Put the faults on what is at their places now: a program may exchange a layer, or remove its hooks."""
+        if model in self._placed and not self._machine.places.local.roots:
+            # What is left is of a pass that an exception ended: the layer may not have come to its fault.
+            self._layer_calls.clear()
         for placed in self._placed.get(model, ()):
-            site, witness = _module_at(model, placed.path), _module_at(model, placed.witness_path)
+            site, projection = _module_at(model, placed.path), _module_at(model, placed.projection_path)
             if site is None:
                 self.receipt.notes[f"{placed.path} of {type(model).__name__} is gone, and its fault with it"] = 1
                 continue
-            if witness is not None:
-                self._witnesses.setdefault(witness, {})[placed.path] = placed.record
-            if placed.handle is None or placed.site is not site or placed.handle.id not in site._forward_hooks:
+            if projection is not None and projection is not placed.projection:
+                if placed.projection is not None:
+                    self._projections[placed.projection].discard(placed.number)
+                self._projections.setdefault(projection, set()).add(placed.number)
+                placed.projection = projection
+            # A copy of a layer has hooks with the same numbers.
+            if placed.handle is None or site._forward_hooks.get(placed.handle.id) is not placed.hook:
                 if placed.handle is not None:
                     placed.handle.remove()
-                placed.site, placed.handle = site, site.register_forward_hook(placed.hook)
+                placed.handle = site.register_forward_hook(placed.hook)
 
     def _fault_call(self, number: int) -> int:
         # By place, so that a layer that is computed again has the same fault.
@@ -292,12 +303,12 @@ def _module_at(model: nn.Module, path: str | None) -> nn.Module | None:
         return None
 
 
-def _witness_of(layer: nn.Module, site: str) -> nn.Module | None:
-    """Return a linear module that computes once in every call of a site; None if it is not known."""
+def _first_projection(layer: nn.Module, site: str) -> nn.Module | None:
+    """Return the projection that computes once in every call of a site; None where none is known."""
     if site not in ("layer_output", "attention_output"):
         return None
     named = {path.rpartition(".")[2]: module for path, module in layer.named_modules()}
-    return next((named[name] for name in _FIRST_OF_ATTENTION if name in named), None)
+    return next((named[name] for name in _FIRST_PROJECTIONS if name in named), None)
 
 
 def _content(

@@ -1,5 +1,6 @@
 """A decoder that knows nothing of noise: training with checkpoints, then logits. The words change it on the way."""
 
+import contextlib
 import copy
 import sys
 from typing import Any
@@ -38,6 +39,11 @@ if "adapted" in sys.argv:
 model.gradient_checkpointing_enable()
 ids = torch.randint(5, 64, (4, 12))
 layers = model.get_decoder().layers
+if "retried" in sys.argv:
+    failing = layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        model(input_ids=ids)
+    failing.remove()
 for step in range(2):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -48,6 +54,8 @@ for step in range(2):
     model.zero_grad()
     if "cleared" in sys.argv:
         layers[1]._forward_hooks.clear()
+    if "exchanged" in sys.argv:
+        layers[0], layers[1] = layers[1], layers[0]
     if "copied" in sys.argv:
         layers[1] = copy.deepcopy(layers[1])
     if "wrapped" in sys.argv and not step:
