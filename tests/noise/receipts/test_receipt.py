@@ -173,6 +173,16 @@ def test_gradients_that_are_zero_as_they_should_be_have_no_size(phase, zeros, pr
     assert len(cell.problems()) == problems
 
 
+@pytest.mark.parametrize("others_are_zero", [True, False])
+def test_noise_on_gradients_that_are_all_zero_has_no_size(honest, others_are_zero):
+    cell = honest.cells[0].model_copy(update={"phase": "backward"})
+    zero = cell.model_copy(update={"measured": None, "mean_error": None, "measured_elements": 0, "zeros": 16})
+    receipt = honest.model_copy(update={"cells": (zero, zero if others_are_zero else cell)})
+    assert (
+        "backward noise has no size: all results that were recomputed are zero" in receipt.problems()
+    ) == others_are_zero
+
+
 @pytest.mark.parametrize(
     ("kernel", "requested", "found"),
     [("eager", "fused", "decomposed"), ("sdpa", "decomposed", "fused"), ("eager", "decomposed", None)],
