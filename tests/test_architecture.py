@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "runtime": COMPUTING | {"training", "evaluation"},
     "cli": COMPUTING
     | {
+        "proof",
         "shipped",
         "integrations",
         "statistics",
