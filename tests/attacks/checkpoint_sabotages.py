@@ -371,6 +371,7 @@ SABOTAGES = (
                 "workers with other weights",
                 "a matrix of the second is 1 % larger",
                 _in_the_second(_other_weights),
+                r"worker|matrices are not those of the last optimi[sz]er step",
             ),
             by_two("gradients not synchronised", "the second halves its own", _in_the_second(_unsynchronised)),
             by_two(
