@@ -29,17 +29,10 @@ TEN_WAYS = {
     9: "arms differed in more than the named factor, single runs were unseeded",
     10: "a patch was left behind",
 }
-_UNPROVEN_FAULT = "faults are recorded as the injection counts them; nothing recomputes their effect yet"
 _TELLS = "an observed pass can be told by its dispatch mode, and in others linear modules alone are compared"
 _NOT_CAUGHT = {
     "attention noised only where it is observed": _TELLS,
     "gradients noised only where they are observed": _TELLS,
-    "fault in another layer": _UNPROVEN_FAULT,
-    "fault of half the magnitude": _UNPROVEN_FAULT,
-    "fault in prompts alone": _UNPROVEN_FAULT,
-    "fault with other channels in each call": _UNPROVEN_FAULT,
-    "fault with a threshold per row": _UNPROVEN_FAULT,
-    "fault of another type": _UNPROVEN_FAULT,
     "one projection left out late": "what begins late in one layer is found by sampling; 14 tokens have few samples",
     "clipping on one side": "few tokens have a ratio above the bound, and none of the audited places had one",
     "ratio of sequences": "refused, but as wrong advantages: the recomputed loss knows no ratio per response",

@@ -249,8 +249,8 @@ def _computed_again(find: Any, from_pass: int = 0) -> Apply:
     """A hook of the program's own replaces the output of a module with a second, clean computation."""
 
     def make(original: Any) -> Any:
-        def install(self: Any, stack: Any, faults: Any) -> None:
-            original(self, stack, faults)
+        def install(self: Any, stack: Any) -> None:
+            original(self, stack)
 
             def again(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
                 if self.forward_index < from_pass:
@@ -266,13 +266,23 @@ def _computed_again(find: Any, from_pass: int = 0) -> Apply:
     return replaced((INSTALL, make))
 
 
+def _scaled_output(original: Any) -> Any:
+    def install(self: Any, stack: Any) -> None:
+        original(self, stack)
+        took_effect()
+        hook = self.model.model.layers[2].register_forward_hook(lambda module, args, output: 0.999 * output)
+        stack.callback(hook.remove)
+
+    return install
+
+
 def _copy_beside() -> Apply:
     """A clean copy of the model reads the same tokens, and its logits are used."""
 
     def make(original: Any) -> Any:
-        def install(self: Any, stack: Any, faults: Any) -> None:
+        def install(self: Any, stack: Any) -> None:
             beside = copy.deepcopy(self.model)
-            original(self, stack, faults)
+            original(self, stack)
             found: list[Tensor] = []
 
             def before(module: Any, args: Any, kwargs: Any) -> None:
@@ -405,6 +415,11 @@ SABOTAGES = of_group(
             "an MLP computed again late",
             "a hook does so from the sixth forward on",
             _computed_again(lambda model: model.model.layers[2].mlp, 5),
+        ),
+        evaluating(
+            "a layer's output scaled",
+            "a hook makes that of layer 2 smaller by 0.1 %",
+            replaced((INSTALL, _scaled_output)),
         ),
         evaluating(
             "output projection computed again",

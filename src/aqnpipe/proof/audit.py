@@ -47,6 +47,7 @@ from aqnpipe.proof.operations import (
     machine_name,
     num_terms,
 )
+from aqnpipe.proof.outputs import RequestedOutput, watch_outputs
 from aqnpipe.proof.quantized import with_rounded_factors
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Seen
 from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN, WHOLE_SUMS, Arguments, Sampled, numbered_in_order
@@ -75,9 +76,10 @@ class AuditRequest(NamedTuple):
     """Request to the machine, in the places `selected` by number and for the `operators`; None for all.
 
     `elementwise`: softmax, activations and norms in layers too. `errors`: the error of each place that has one, in
-    place of `selected`. `modules`: errors on modules, by the number of their place. `counts_operations`: floating-point
-    operations are counted in passes that are observed as a whole. `changed_behind`: parts in which something comes
-    behind the errors of norms, such as simulated faults; None where it may come anywhere.
+    place of `selected`. `modules`: errors on modules, by the number of their place. `outputs` are computed again.
+    `counts_operations`: floating-point operations are counted in passes that are observed as a whole. `changed_behind`:
+    parts in which something comes behind the errors of norms, such as simulated faults; None where it may come
+    anywhere.
     """
 
     error: AppliedError | MeasuredError | None
@@ -90,6 +92,7 @@ class AuditRequest(NamedTuple):
     elementwise: bool = False
     errors: Mapping[int, PlacedError] | None = None
     modules: Mapping[int, RequestedModule] = {}
+    outputs: Sequence[RequestedOutput] = ()
     counts_operations: bool = False
     changed_behind: Set[int] | None = None
 
@@ -239,6 +242,9 @@ class Audit:
             self.receipt.audited_passes += 1
             for part in current.uncalled_norms.values():
                 self._wrong_norm(part, "was never called")
+            for one in self.request.outputs:
+                if one.faults and one.module not in current.compared_outputs:
+                    self._note(f"{one.where} was not computed again, and its fault not proven")
             if self.receipt.operations is None and self.request.counts_operations:
                 self.receipt.operations = current.operations, current.noised_operations
             if (self._observes_gradients or self.checks_exact) and current.kind.endswith(WITH_GRADIENTS):
@@ -276,6 +282,9 @@ class Audit:
             observation.handles += watch_names(observation, self._whole(modules))
         observation.handles += watch_linears(observation, self._linears_of(modules), self._note)
         observation.handles += watch_modules(observation, self.request.modules, modules, kind is None, self._note)
+        observation.handles += watch_outputs(
+            observation, self.request.outputs, modules, kind is None, self._fault_key, self._note
+        )
         if kind is None:
             for module in modules.values():
                 # Behind all other hooks of the part: errors on its output belong to it.
@@ -476,6 +485,8 @@ class Audit:
         passed, call = observation.module_call(place)
         observation.module_results[place] = result
         observation.with_module_error = exact
+        if observation.at_output is not None:
+            observation.at_output.errors.append((place, exact, result))
         if passed is None:
             return
         key = self._key(requested.stream, passed, place)
@@ -668,6 +679,9 @@ class Audit:
         """Return recomputed samples of an operator's noised results, in the order in which it noised them."""
         recompute = self._recomputed.get(operator)
         return [None] if recompute is None else recompute(arguments, result, self._draws, self._samples)
+
+    def _fault_key(self, stream: str, passed: int, number: int, application: int) -> int:
+        return derived_key(self.request.seed, stream, *self.request.position, passed, number, application)
 
     def _key(self, stream: str, passed: int, part: int) -> int:
         found = self._keys.get((stream, passed, part))

@@ -46,6 +46,20 @@ class NormCall:
         self.own: Any = None
 
 
+class OutputCall:
+    """Output of a module before its hooks, the thresholds of its faults then, and the errors on it since.
+
+    An error is the place of it, and the values before and behind it.
+    """
+
+    __slots__ = ("errors", "own", "thresholds", "version")
+
+    def __init__(self, own: Tensor, thresholds: dict[int, float | None]) -> None:
+        self.own, self.thresholds = own, thresholds
+        self.version = 0 if own.is_inference() else own._version
+        self.errors: list[tuple[int, Tensor, Tensor]] = []
+
+
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two tensors have the same memory."""
     are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
@@ -85,6 +99,9 @@ class Observation:
         self.latest: Tensor | None = None
         self.module_results: dict[int, Tensor] = {}
         self.module_calls: Counter[tuple[int, int, bool]] = Counter()
+        # The output whose hooks run at present, and the modules whose outputs were computed again.
+        self.at_output: OutputCall | None = None
+        self.compared_outputs: set[nn.Module] = set()
 
     def module_call(self, place: int) -> tuple[int | None, int]:
         """Return the pass of this call of a place with an error on a module, and its number in the pass from 0.
@@ -137,7 +154,7 @@ class Observation:
         self.handles = []
         self.latest = None
         self.module_results.clear()
-        self.latest_norm = self.with_module_error = None
+        self.latest_norm = self.with_module_error = self.at_output = None
 
 
 class Mode(TorchDispatchMode):

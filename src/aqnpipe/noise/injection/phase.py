@@ -85,12 +85,14 @@ def phase_noise(
     faults = ActiveFaults.of(spec.faults) if faults is None else faults
     if tuple(active.fault for active in faults) != spec.faults:
         raise ValueError(f"active faults {[active.fault for active in faults]} are not those of the spec {spec.faults}")
-    running = _RunningPhase(model, spec, phase, key, recorder, backward=backward, hidden_sigmas=hidden_sigmas or {})
+    running = _RunningPhase(
+        model, spec, phase, key, recorder, faults, backward=backward, hidden_sigmas=hidden_sigmas or {}
+    )
     recorder.note_installed(
         phase, operator_noise=spec.operator_noise, module_noise=spec.module_noise, faults=spec.faults
     )
     with ExitStack() as stack:
-        running.install(stack, faults)
+        running.install(stack)
         yield
     running.settle()
     recorder.settle()
@@ -106,6 +108,7 @@ class _RunningPhase:
         phase: Phase,
         key: NoiseKey,
         recorder: ReceiptRecorder,
+        faults: ActiveFaults,
         *,
         backward: bool,
         hidden_sigmas: Mapping[int, float],
@@ -116,6 +119,7 @@ class _RunningPhase:
         self.recorder = recorder
         self.forward_index = -1
         self._key = key
+        self._faults = faults
         self._hidden_sigmas = hidden_sigmas
         # What a body appends is outside of them.
         self._layers = list(decoder_layers(model))
@@ -132,7 +136,7 @@ class _RunningPhase:
         seed, step = recorder.position(key.seed, key.step)
         position = Position(seed, step if phase != "validation" else key.step, key.micro_step, key.rank, 0)
         self._measurements = PhaseMeasurements(phase, position, len(self._layers), list(self._modules), recorder)
-        asked = audit_request(model, phase, position, recorder, backward=noises_gradients)
+        asked = audit_request(model, phase, position, recorder, faults, backward=noises_gradients)
         self._audit = Audit(asked, self._measurements.receipt, len(self._parts))
         request = Request(
             noise.error if noise is not None else None,
@@ -196,7 +200,7 @@ class _RunningPhase:
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def install(self, stack: ExitStack, faults: ActiveFaults) -> None:
+    def install(self, stack: ExitStack) -> None:
         """Start the machine and register all hooks; `stack` removes them."""
 
         def keep(*handles: Any) -> None:
@@ -224,7 +228,7 @@ class _RunningPhase:
             else:
                 keep(module.register_forward_hook(PlaceHook(partial(on_output, put))))
         self.recorder.note_foreign_faults(simulated_fault_hooks(self.model))
-        injection = FaultInjection(self, faults, self._hidden_sigmas)
+        injection = FaultInjection(self, self._faults, self._hidden_sigmas)
         for layer in range(len(self._layers)):
             injection.install(stack, layer)
 

@@ -1,13 +1,19 @@
 """Expectations of an audit about a phase, from what the recorder knows to have been requested."""
 
+from collections.abc import Container
+from functools import partial
+
 from torch import nn
 
 from aqnpipe.config.noise import Phase, RelativeGaussian
 from aqnpipe.models.layout import decoder_layers, layer_of, select_modules
+from aqnpipe.models.sites import site_module
 from aqnpipe.noise.audit.random_numbers import Position
+from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.proof.audit import AuditRequest
 from aqnpipe.proof.modules import RequestedModule
+from aqnpipe.proof.outputs import RequestedFault, RequestedOutput
 
 HIDDEN_STATES = "aqn.hidden"
 """Name of AQN's noise on hidden states, as an operator and as a stream of keys."""
@@ -19,10 +25,20 @@ _HIDDEN_NOISE_PHASES = ("rollout", "evaluation")
 
 
 def audit_request(
-    model: nn.Module, phase: Phase, position: Position, recorder: ReceiptRecorder, *, backward: bool
+    model: nn.Module,
+    phase: Phase,
+    position: Position,
+    recorder: ReceiptRecorder,
+    faults: ActiveFaults,
+    *,
+    backward: bool,
 ) -> AuditRequest:
-    """Return the request of the audit of a phase; `backward`: gradients have noise too."""
+    """Return the request of the audit of a phase; `backward`: gradients have noise too.
+
+    Of `faults` it takes the thresholds that earlier calls left.
+    """
     noise, num_layers = recorder.requested.operator_noise_in(phase), len(decoder_layers(model))
+    hidden = _hidden_states(model, phase, position, recorder)
     return AuditRequest(
         noise.error if noise is not None else None,
         position.seed,
@@ -32,7 +48,8 @@ def audit_request(
         backward,
         elementwise=noise is not None and noise.operators == "all",
         errors=noise.errors_by_part(num_layers) if noise is not None else {},
-        modules=_hidden_states(model, phase, position, recorder) | _modules(model, phase, recorder, num_layers + 1),
+        modules=hidden | _modules(model, phase, recorder, num_layers + 1),
+        outputs=_outputs(model, phase, recorder, faults, hidden),
         counts_operations=True,
         changed_behind=_faulty_layers(recorder),
     )
@@ -79,6 +96,33 @@ def _modules(model: nn.Module, phase: Phase, recorder: ReceiptRecorder, outside:
             is_last=noise.point == "output" and layer not in faulty,
         )
     return found
+
+
+def _outputs(
+    model: nn.Module, phase: Phase, recorder: ReceiptRecorder, active: ActiveFaults, hidden: Container[int]
+) -> list[RequestedOutput]:
+    """Return the outputs of all layers and of all sites with faults; `hidden`: layers with noise on their output."""
+    faults: dict[tuple[int, str], list[RequestedFault]] = {
+        (layer, "layer_output"): [] for layer in range(len(decoder_layers(model)))
+    }
+    for number, fault in enumerate(recorder.requested.faults):
+        stored = partial(_threshold, active, number)
+        faults.setdefault((fault.layer, fault.site), []).append(RequestedFault(number, fault, stored))
+    return [
+        RequestedOutput(
+            site_module(model, layer, site),
+            layer,
+            f"{site} of layer {layer}",
+            f"fault.{phase}",
+            tuple(of_site),
+            layer if site == "layer_output" and layer in hidden else None,
+        )
+        for (layer, site), of_site in faults.items()
+    ]
+
+
+def _threshold(active: ActiveFaults, number: int) -> float | None:
+    return active[number].state().threshold
 
 
 def _faulty_layers(recorder: ReceiptRecorder) -> set[int]:

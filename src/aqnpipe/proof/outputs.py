@@ -1,0 +1,219 @@
+"""Outputs of layers and of sites with simulated faults, as the audit expects them in an observed pass.
+
+Hooks of the audit's own see a module's output before all its other hooks and behind them. Noise on modules comes
+between them and is seen by itself (`modules`); what is left is computed again here: every fault from its formula, its
+channels and its random numbers, each derived a second time. A layer of which nothing was requested returns what it
+computed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from aqnpipe.config.noise import Fault
+from aqnpipe.models.parts import PlaceHook
+from aqnpipe.noise.audit.random_numbers import derived_key
+from aqnpipe.proof.observation import Observation, OutputCall, is_same
+
+_SPIKES = 0.01
+"""Probability of a spike per element at magnitude 1."""
+
+_SPIKE_SIZE = 10.0
+"""Standard deviation of a spike, in multiples of the largest value."""
+
+_CLOSE = 1e-5
+"""Relative difference of two references, one of them summed in float32; and of a value from a threshold near it."""
+
+_UNITS = 4.0
+"""Allowed difference of a faulty value, in spacings of its number format."""
+
+
+class RequestedFault(NamedTuple):
+    """A fault that was requested of a site, by its number among those of the machine.
+
+    `threshold` returns the reference that an earlier call left for it; None if it has none.
+    """
+
+    number: int
+    fault: Fault
+    threshold: Callable[[], float | None]
+
+
+class RequestedOutput(NamedTuple):
+    """Request to the output of a module; `where` names it, `stream` the random numbers of its faults.
+
+    `noise` is the place of the noise on hidden states that comes between faults, None if there is none.
+    """
+
+    module: nn.Module
+    part: int
+    where: str
+    stream: str
+    faults: tuple[RequestedFault, ...] = ()
+    noise: int | None = None
+
+    def steps(self, *, before_noise: bool) -> list[tuple[RequestedFault, int]]:
+        """Return the faults before or behind the noise, in order, each with the number of its application."""
+        left_out = "after_noise" if before_noise else "before_noise"
+        if self.noise is None:
+            return [] if before_noise else [(one, 1) for one in self.faults]
+        return [(one, int(not before_noise)) for one in self.faults if one.fault.order != left_out]
+
+
+Key = Callable[[str, int, int, int], int]
+"""Key of random numbers: stream, pass, number of the fault, number of its application."""
+
+
+def watch_outputs(
+    observation: Observation,
+    requested: Sequence[RequestedOutput],
+    parts: Mapping[int, nn.Module],
+    only_in_parts: bool,
+    key: Key,
+    note: Callable[[str], None],
+) -> list[Any]:
+    """Register the hooks and return their handles; `note` gets a line for every output that is not the expected one."""
+    handles: list[Any] = []
+    for one in requested:
+        if only_in_parts and one.part not in parts:
+            continue
+        enter, leave = partial(_enter, observation, one), partial(_leave, observation, one, key, note)
+        handles.append(one.module.register_forward_hook(PlaceHook(enter), prepend=True))
+        handles.append(one.module.register_forward_hook(PlaceHook(leave)))
+    return handles
+
+
+def _enter(observation: Observation, one: RequestedOutput, module: nn.Module, args: Any, output: Any) -> None:
+    # Only hooks of this module run until it is left, so these calls do not nest.
+    is_here = observation.is_on and torch._C._current_autograd_node() is None
+    own = _tensor(output) if is_here else None
+    thresholds = {each.number: each.threshold() for each in one.faults}
+    observation.at_output = None if own is None else OutputCall(own, thresholds)
+
+
+def _leave(
+    observation: Observation,
+    one: RequestedOutput,
+    key: Key,
+    note: Callable[[str], None],
+    module: nn.Module,
+    args: Any,
+    output: Any,
+) -> None:
+    call, observation.at_output = observation.at_output, None
+    left = _tensor(output)
+    if call is None or left is None:
+        return
+    own, seed = call.own, partial(key, one.stream, observation.passed)
+    with _disable_current_modes(), torch.no_grad():
+        for place, exact, result in call.errors:
+            steps = one.steps(before_noise=True) if place == one.noise else []
+            _compare(one, steps, own, exact, seed, call.thresholds, note)
+            own = result
+        _compare(one, one.steps(before_noise=False), own, left, seed, call.thresholds, note)
+    # In inference mode nobody counts changes.
+    if not call.own.is_inference() and call.own._version != call.version:
+        note(f"{one.where} was changed in place behind what it computed")
+    observation.compared_outputs.add(one.module)
+
+
+def _compare(
+    one: RequestedOutput,
+    steps: Sequence[tuple[RequestedFault, int]],
+    before: Tensor,
+    after: Tensor,
+    seed: Callable[[int, int], int],
+    thresholds: dict[int, float | None],
+    note: Callable[[str], None],
+) -> None:
+    """Compare an output with what these faults make of the one before them."""
+    if before.shape != after.shape:
+        note(f"{one.where} returns {list(after.shape)}, expected {list(before.shape)}")
+        return
+    if not steps and is_same(before, after):
+        return
+    expected, is_sure = before.detach(), torch.ones(before.shape, dtype=torch.bool, device=before.device)
+    for requested, application in steps:
+        expected, is_near = _faulty(requested, expected, seed(requested.number, application), thresholds)
+        is_sure &= ~is_near
+    if len(steps) > 1 and not is_sure.all():
+        # A value that may be on either side of one threshold may change the reference of the next.
+        return
+    wide, found = expected.double(), after.detach().double()
+    spacing = torch.finfo(after.dtype).eps * torch.maximum(wide.abs(), before.detach().double().abs())
+    allowed = _UNITS * spacing + _CLOSE * (wide - before.detach().double()).abs() if steps else 0.5 * spacing
+    # `not <=`, so that a value that is no number is wrong unless the expected one is none either.
+    wrong = is_sure & ~((found - wide).abs() <= allowed) & (found != wide) & ~(found.isnan() & wide.isnan())
+    if number := int(wrong.sum()):
+        names = " and ".join(requested.fault.type for requested, _ in steps)
+        what = f"a fault {names}" if steps else "no fault"
+        note(f"{one.where}: {number} of {wrong.numel()} values are not those of {what} on what it computed")
+
+
+def _faulty(
+    requested: RequestedFault, hidden: Tensor, seed: int, thresholds: dict[int, float | None]
+) -> tuple[Tensor, Tensor]:
+    """Return the values with a fault, in the format of `hidden`, and which are too near to a threshold to be sure."""
+    fault, wide = requested.fault, hidden.double()
+    reference = thresholds.get(requested.number) if fault.threshold == "cached" else None
+    if reference is None:
+        reference = _reference(fault, wide)
+        thresholds[requested.number] = reference
+    channels = _channels(hidden.shape[-1], fault).to(hidden.device)
+    is_near = torch.zeros_like(channels)
+    changed = wide
+    limit = fault.magnitude * reference
+    match fault.type:
+        case "dead_zone":
+            changed = torch.where(wide.abs() < limit, 0.0, wide)
+            is_near = (wide.abs() - limit).abs() <= _CLOSE * limit
+        case "saturation":
+            bound = reference - limit
+            changed = wide.clamp(-bound, bound)
+        case "bias":
+            changed = wide + limit
+        case "noise":
+            changed = wide + limit * _normal(hidden, _generator(hidden, fault, seed))
+        case "spike":
+            generator = _generator(hidden, fault, seed)
+            chosen = torch.rand(hidden.shape, generator=generator, device=hidden.device) < _SPIKES * fault.magnitude
+            changed = torch.where(chosen, _SPIKE_SIZE * reference * _normal(hidden, generator), wide)
+    return torch.where(channels, changed.to(hidden.dtype), hidden), is_near & channels
+
+
+def _reference(fault: Fault, values: Tensor) -> float:
+    """Return what a fault's magnitude is relative to: the largest value, the mean or the standard deviation."""
+    match fault.type:
+        case "bias":
+            return float(values.std(correction=0))
+        case "noise":
+            return float(values.abs().mean())
+        case _:
+            return float(values.abs().max())
+
+
+def _channels(number: int, fault: Fault) -> Tensor:
+    """Return which channels are faulty: each with the probability `sparsity`, and at least one."""
+    generator = torch.Generator("cpu")
+    generator.manual_seed(derived_key(fault.seed, "fault.channels"))
+    draws = torch.rand(number, generator=generator)
+    return (draws < fault.sparsity) | (torch.arange(number) == draws.argmin())
+
+
+def _generator(hidden: Tensor, fault: Fault, seed: int) -> torch.Generator:
+    generator = torch.Generator(hidden.device)
+    generator.manual_seed(derived_key(fault.seed, f"fault.{fault.type}", seed))
+    return generator
+
+
+def _normal(hidden: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(hidden.shape, generator=generator, device=hidden.device).double()
+
+
+def _tensor(output: Any) -> Tensor | None:
+    first = output[0] if isinstance(output, tuple) and output else output
+    return first if isinstance(first, Tensor) else None
