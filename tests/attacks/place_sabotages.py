@@ -420,6 +420,7 @@ SABOTAGES = of_group(
             "a layer's output scaled",
             "a hook makes that of layer 2 smaller by 0.1 %",
             replaced((INSTALL, _scaled_output)),
+            cause=r"output of layer 2: .* are not what it computed",
         ),
         evaluating(
             "output projection computed again",

@@ -150,8 +150,8 @@ def _compare(
     wrong = is_sure & ~((found - wide).abs() <= allowed) & (found != wide) & ~(found.isnan() & wide.isnan())
     if number := int(wrong.sum()):
         names = " and ".join(requested.fault.type for requested, _ in steps)
-        what = f"a fault {names}" if steps else "no fault"
-        note(f"{one.where}: {number} of {wrong.numel()} values are not those of {what} on what it computed")
+        expected_values = f"those of a fault {names} on what it computed" if steps else "what it computed"
+        note(f"{one.where}: {number} of {wrong.numel()} values are not {expected_values}")
 
 
 def _faulty(
