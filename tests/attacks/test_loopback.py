@@ -3,6 +3,7 @@
 import os
 
 import psutil
+import pytest
 
 from aqnpipe.device import resolve_device
 from aqnpipe.runtime.ray_cluster import ray_cluster
@@ -10,6 +11,7 @@ from aqnpipe.runtime.ray_cluster import ray_cluster
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
+@pytest.mark.slow
 def test_ray_listens_on_the_loopback_interface_alone(tmp_path):
     import ray  # noqa: F401 - as a user's code may do before; Ray reads its environment variables then
 

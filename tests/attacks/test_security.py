@@ -200,6 +200,7 @@ def test_chat_templates_that_end_are_tried_and_taken(folder, tmp_path):
     assert (tmp_path / "prepared" / "chat_template.jinja").read_text(encoding="utf-8") == usual
 
 
+@pytest.mark.slow
 def test_the_check_of_a_study_tries_a_chat_template_before_it_uses_it(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     content = yaml.safe_load(Path("config/smoke.yaml").read_text(encoding="utf-8"))

@@ -54,6 +54,7 @@ def test_fault_is_exit_3_and_the_json_says_where(diagnosis):
     assert content["simulated_faults"][0]["faulty_channels"] == 1
 
 
+@pytest.mark.slow
 def test_several_faults(tmp_path):
     path = tmp_path / "two.json"
     second = "type=noise,layer=5,magnitude=0.1"

@@ -40,7 +40,7 @@ def hooked(module, hook, *, before=False):
         handle.remove()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES[:2], pytest.param(DTYPES[2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_healthy_models_are_exact_at_every_site(random_model, architecture, dtype):
     result = run_exact(random_model(architecture, dtype, num_layers=2), CONFIG)
@@ -59,8 +59,14 @@ def test_healthy_models_stay_healthy_over_seeds_and_kernels(random_model, seed, 
 
 @pytest.mark.parametrize(
     ("architecture", "dtype", "shift"),
-    [(*own, shift) for shift, own in enumerate(zip(ARCHITECTURES, [*DTYPES, torch.float32], strict=True))]
-    + [("qwen2", torch.bfloat16, 4)],
+    [
+        ("qwen2", torch.float32, 0),
+        ("llama", torch.bfloat16, 1),
+        *(
+            pytest.param(*others, marks=pytest.mark.slow)
+            for others in (("qwen3", torch.float16, 2), ("gemma2", torch.float32, 3), ("qwen2", torch.bfloat16, 4))
+        ),
+    ],
 )
 def test_single_channels_are_located_with_every_type_at_every_kind_of_site(random_model, architecture, dtype, shift):
     """A type per layer and another site for each: over the five shifts, every type is at every site."""
@@ -84,7 +90,10 @@ def test_single_channels_are_located_with_every_type_at_every_kind_of_site(rando
         assert found.faulty_channel_indices == (channel,)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen2", "gemma2", *(pytest.param(other, marks=pytest.mark.slow) for other in ("llama", "qwen3"))],
+)
 def test_every_site_of_every_architecture_is_told_from_its_neighbours(random_model, architecture):
     """Each site in one of six layers, so that two or three distant sites share a layer."""
     model = random_model(architecture, num_layers=6)
@@ -133,7 +142,7 @@ def test_magnitudes_lie_between_their_bounds(random_model):
         assert found.magnitude == pytest.approx(fault.magnitude, rel=0.05)
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_cached_thresholds_are_told_from_dynamic_ones(random_model, first):
     """Four types at each of three sites; `first` exchanges the thresholds."""
     kinds, sites = ["dead_zone", "saturation", "noise", "bias"], ["layer_output", "v_proj", "input_layernorm"]

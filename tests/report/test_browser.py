@@ -150,6 +150,7 @@ def test_the_keyboard_skips_to_the_answer_and_opens_it(visit, built):
     assert page.locator("#claims > ol.claims > li").first.locator(".sentence").is_visible()
 
 
+@pytest.mark.slow
 def test_the_keyboard_reaches_everything_in_order(visit, built):
     """Every control and every part that scrolls takes the focus, in the order of the page, and shows it."""
     seen = visit(built.page)

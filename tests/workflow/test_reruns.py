@@ -202,8 +202,12 @@ def test_a_setting_repeats_what_depends_on_it(copy_of):
     [
         ("eval/base/baseline/seed0/step8.parquet", {"evaluate": 1, **REPORTED}),
         ("runs/base/baseline/seed0/receipt.json", {"train": 1, "evaluate": 2, **REPORTED}),
-        ("srdd/base/target/sigmas-published.yaml", {"generate_layer_sigmas": 1, "train": 1, "evaluate": 2, **REPORTED}),
-        ("accuracy.csv", REPORTED),
+        pytest.param(
+            "srdd/base/target/sigmas-published.yaml",
+            {"generate_layer_sigmas": 1, "train": 1, "evaluate": 2, **REPORTED},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("accuracy.csv", REPORTED, marks=pytest.mark.slow),
         ("summary.md", {"report": 1}),
     ],
 )
@@ -222,7 +226,11 @@ def test_a_damaged_or_deleted_result_is_made_again(copy_of, path, planned):
     ("path", "planned"),
     [
         ("own-data/train.jsonl", {"prepare_data": 1, **DIAGNOSED, "train": 2, "evaluate": 4, **REPORTED}),
-        ("own-data/test.jsonl", {"prepare_data": 1, "train": 2, "evaluate": 5, **REPORTED}),
+        pytest.param(
+            "own-data/test.jsonl",
+            {"prepare_data": 1, "train": 2, "evaluate": 5, **REPORTED},
+            marks=pytest.mark.slow,
+        ),
         ("own-model/model.safetensors", {"prepare_model": 1, **DIAGNOSED, "train": 2, "evaluate": 5, **REPORTED}),
     ],
 )

@@ -67,7 +67,9 @@ def mistral(**overrides):
     return MistralForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "architecture", ["gemma2", *(pytest.param(other, marks=pytest.mark.slow) for other in ("llama", "qwen3"))]
+)
 def test_architectures(run, tmp_path, architecture):
     facts = run(saved(tmp_path / "model", lambda **kw: random_model_of(architecture, num_layers=2, **kw)))
     clean = facts.passes[0]
@@ -81,14 +83,21 @@ def test_a_mixture_of_experts(run, tmp_path):
     assert facts.passes[0].largest_difference < 0.2
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.slow)])
 def test_a_sliding_window(run, tmp_path, attention):
     facts = run(saved(tmp_path / "model", mistral), attention=attention)
     assert facts.passes[0].largest_difference < 0.2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("dtype", "attention"),
+    [
+        ("bfloat16", "eager"),
+        ("float16", "sdpa"),
+        pytest.param("bfloat16", "sdpa", marks=pytest.mark.slow),
+        pytest.param("float16", "eager", marks=pytest.mark.slow),
+    ],
+)
 def test_number_formats(run, dtype, attention):
     facts = run(builtin_folder("tiny"), dtype=dtype, attention=attention, **FEW)
     assert facts.dtype == dtype
