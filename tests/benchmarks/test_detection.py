@@ -116,7 +116,14 @@ def test_a_device_without_a_fault_changes_no_bit():
     assert effect("qwen2", "bfloat16", "eager", found) == 0
 
 
-@pytest.mark.parametrize("name", ["q: dead channel", "down: two channels swapped", "o: sign of one channel inverted"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "down: two channels swapped",
+        pytest.param("q: dead channel", marks=pytest.mark.slow),
+        pytest.param("o: sign of one channel inverted", marks=pytest.mark.slow),
+    ],
+)
 def test_simple_faults_are_found_in_their_layer_and_operation(name):
     case = fault_case(name, "qwen2")
     row = run_case(case)
@@ -128,7 +135,14 @@ def test_simple_faults_are_found_in_their_layer_and_operation(name):
     assert run_effect(case)["observable"]
 
 
-@pytest.mark.parametrize("device", ["this CPU", "split-K of 4", "functions off by 1 ulp"])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "split-K of 4",
+        pytest.param("this CPU", marks=pytest.mark.slow),
+        pytest.param("functions off by 1 ulp", marks=pytest.mark.slow),
+    ],
+)
 def test_healthy_arithmetic_is_called_healthy(device):
     row = run_case(Case(device, "healthy", "qwen2", "float32", 0))
     assert row["verdict"] == "healthy"

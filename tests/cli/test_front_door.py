@@ -63,7 +63,7 @@ def test_a_chat_template_is_found(tmp_path, name):
     assert "{{ messages }}" in next(iter(templates_in(tmp_path).values()))
 
 
-@pytest.mark.parametrize("key", ["content", "value"])
+@pytest.mark.parametrize("key", ["content", pytest.param("value", marks=pytest.mark.slow)])
 def test_a_chat_template_that_drops_the_question_is_refused(tmp_path, key):
     shutil.copytree(builtin_folder("tiny"), tmp_path / "model")
     template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.{key} }}}}{{% endfor %}}"

@@ -32,7 +32,7 @@ def metrics(folder) -> pl.DataFrame:
     return read_table(folder / "metrics.parquet", TrainingMetrics)
 
 
-@pytest.mark.parametrize("operators", ["matmul", "all"])
+@pytest.mark.parametrize("operators", ["all", pytest.param("matmul", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_changes_no_byte(inputs, tmp_path, operators):
     noise = {**NOISE, "operators": operators}
     kept = run(training_spec(noise, AQN), inputs, tmp_path / "kept")

@@ -317,7 +317,7 @@ def test_a_softmax_without_noise_is_refused_where_all_operators_have_it(model, m
         generate(model, NOISE.model_copy(update={"operators": "all"})).check()
 
 
-@pytest.mark.parametrize("wrong", ["clean", "scale", "call"])
+@pytest.mark.parametrize("wrong", ["clean", "scale", pytest.param("call", marks=pytest.mark.slow)])
 def test_weights_that_are_not_quantized_as_requested_are_refused(make_model, monkeypatch, wrong):
     """The operands are recorded, and the product is computed with other ones."""
     model = make_model(intermediate_size=64)
