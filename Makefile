@@ -62,16 +62,16 @@ prepare-tests:
 	@$(MAKE) --no-print-directory --jobs=2 dev tools
 
 # The fast tests; everything that is not marked `slow`.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --dist worksteal
 test: prepare-tests
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -n 2 -m "not slow"
 
-# What `make test` leaves out.
+# What `make test` leaves out. They wait for processes that they start, so two cores have time for three tests.
 test-slow: prepare-tests
-	$(PYTEST) -m slow
+	$(PYTEST) -n 3 -m slow
 
 test-all: prepare-tests
-	$(PYTEST)
+	$(PYTEST) -n 2
 
 # vLLM for a CPU, in an environment of its own: it pins other versions than this package does. Of torch's companions that
 # come with it, three do not fit its torch and would make its import fail.
