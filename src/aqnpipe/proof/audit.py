@@ -478,6 +478,8 @@ class Audit:
     def _module(self, observation: Observation, args: Any, result: Tensor) -> None:
         """Compare the error on the input or output of a module."""
         exact, place = args
+        if observation.at_output is not None:
+            observation.at_output.errors.append((place, exact, result))
         requested = self.request.modules.get(place)
         if requested is None:
             self._note("a module had an error that was not requested")
@@ -485,8 +487,6 @@ class Audit:
         passed, call = observation.module_call(place)
         observation.module_results[place] = result
         observation.with_module_error = exact
-        if observation.at_output is not None:
-            observation.at_output.errors.append((place, exact, result))
         if passed is None:
             return
         key = self._key(requested.stream, passed, place)

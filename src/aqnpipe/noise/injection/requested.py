@@ -122,7 +122,8 @@ def _outputs(
 
 
 def _threshold(active: ActiveFaults, number: int) -> float | None:
-    return active[number].state().threshold
+    # A run may have other faults than were requested, or none, which its receipt says by itself.
+    return active[number].state().threshold if number < len(active) else None
 
 
 def _faulty_layers(recorder: ReceiptRecorder) -> set[int]:
