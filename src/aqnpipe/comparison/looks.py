@@ -64,6 +64,7 @@ def claims_at(
     looks: Looks,
     number: int,
 ) -> tuple[ClaimAtLook, ...]:
+    """Return the claims at a look, from the records of earlier looks and the evaluations so far."""
     known = {claim.comparison_id: claim for claim in earlier[-1].claims} if earlier else {}
     seeds = looks.seeds_at(number)
     contrasts = Contrasts(study.with_seeds(seeds), loaded)
