@@ -1,6 +1,5 @@
 """Outputs of layers and faults, computed a second time: requested faults pass, and every other output is found."""
 
-
 import pytest
 import torch
 

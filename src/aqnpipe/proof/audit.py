@@ -13,14 +13,13 @@ The machine cannot know which.
 import binascii
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from aqnpipe.config.measured_noise import LayerErrors
 from aqnpipe.config.noise import AppliedError, FakeQuantization, MeasuredError, PlacedError
@@ -143,6 +142,7 @@ class Audit:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._keys: dict[tuple[str, int, int], int] = {}
+        self._composites: dict[Any, bool] = {}
         # The backward pass of quantized operands has them too, without being asked for.
         self._is_quantized = isinstance(request.error, FakeQuantization)
         self._is_measured = isinstance(request.error, MeasuredError)
@@ -438,7 +438,7 @@ class Audit:
         operator = name.removesuffix("_") if name.removesuffix("_") in self._recomputed else name
         namespace = "aqnpipe" if operator in (NORM, NORM_GRADIENT) else "aten"
         is_product = function.namespace == namespace and (operator in self._recomputed or operator in UNPROVEN)
-        if not is_product and is_composite(function):
+        if not is_product and self._is_composite(function):
             with mode:
                 found = function.decompose(*args, **kwargs)
             if found is not NotImplemented:
@@ -454,7 +454,7 @@ class Audit:
             result = function(*args, **kwargs)
             self._classify(observation, function, name, args, kwargs, result)
             if self._is_quantized:
-                observation.weights.note(function, _tensors((args, dict(kwargs))), _tensors(result))
+                observation.weights.note(function, _tensors((*args, *kwargs.values())), _tensors((result,)))
             return result
         observation.norm_gradients += operator == NORM_GRADIENT
         is_in_place = operator != name
@@ -474,6 +474,12 @@ class Audit:
         if isinstance(result, Tensor):
             observation.latest = result
         return result
+
+    def _is_composite(self, function: Any) -> bool:
+        # Known anew for each audit: kernels may be registered meanwhile.
+        if function not in self._composites:
+            self._composites[function] = is_composite(function)
+        return self._composites[function]
 
     def _module(self, observation: Observation, args: Any, result: Tensor) -> None:
         """Compare the error on the input or output of a module."""
@@ -508,7 +514,7 @@ class Audit:
         if torch._C._current_autograd_node() is not None or here == self._outside:
             found = None if is_harmless else f"{function.namespace}.{name}"
         else:
-            inputs = _tensors((args, dict(kwargs)))
+            inputs = _tensors((*args, *kwargs.values()))
             # Sharded weights are other tensors in every pass, so they are known by their kind.
             observation.mode.parameters.start(value for value in inputs if isinstance(value, nn.Parameter))
             found = escape(
@@ -691,5 +697,12 @@ class Audit:
         return found
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among the arguments or results of an operator, which may be lists of them."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found

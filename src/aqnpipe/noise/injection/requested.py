@@ -102,15 +102,14 @@ def _outputs(
     model: nn.Module, phase: Phase, recorder: ReceiptRecorder, active: ActiveFaults, hidden: Container[int]
 ) -> list[RequestedOutput]:
     """Return the outputs of all layers and of all sites with faults; `hidden`: layers with noise on their output."""
-    faults: dict[tuple[int, str], list[RequestedFault]] = {
-        (layer, "layer_output"): [] for layer in range(len(decoder_layers(model)))
-    }
+    layers = list(decoder_layers(model))
+    faults: dict[tuple[int, str], list[RequestedFault]] = {(layer, "layer_output"): [] for layer in range(len(layers))}
     for number, fault in enumerate(recorder.requested.faults):
         stored = partial(_threshold, active, number)
         faults.setdefault((fault.layer, fault.site), []).append(RequestedFault(number, fault, stored))
     return [
         RequestedOutput(
-            site_module(model, layer, site),
+            site_module(model, layer, site) if site != "layer_output" or layer >= len(layers) else layers[layer],
             layer,
             f"{site} of layer {layer}",
             f"fault.{phase}",
