@@ -100,7 +100,9 @@ def test_stuck_mantissa_bits_are_found_and_named(random_model, turn, dtype):
 
 
 @pytest.mark.parametrize("sites", [("o_proj", "layer_output"), ("input_layernorm", "mlp_output")])
-@pytest.mark.parametrize("values", [(torch.nan, torch.inf), (torch.inf, torch.nan)])
+@pytest.mark.parametrize(
+    "values", [(torch.nan, torch.inf), pytest.param((torch.inf, torch.nan), marks=pytest.mark.slow)]
+)
 def test_nan_is_a_fault_of_its_own_layer_only(random_model, sites, values):
     def filled(value):
         def change(output):

@@ -65,6 +65,7 @@ def noised_share(receipt, phase):
     return share
 
 
+@pytest.mark.slow
 def test_trainer_and_evaluation_put_noise_on_the_same_operators(made, tmp_path):
     """Seven linears of a layer, and the two matrices of each one's adapter."""
     results, run_folder = made

@@ -183,6 +183,7 @@ def test_following_the_gradient_changes_no_loss(model_dir, problems):
     assert with_gradient.equals(without)
 
 
+@pytest.mark.slow
 def test_the_same_study_gives_the_same_bytes(finished, model_dir, problems, tmp_path):
     run(tmp_path, model_dir, problems)
     for name in ("table", "receipt", "record"):

@@ -125,7 +125,9 @@ def test_a_phone_scrolls_only_down(visit, built, opened):
     assert seen.width_needed() == 390
 
 
-@pytest.mark.parametrize(("scheme", "rules"), [("light", None), ("dark", ["color-contrast"])])
+@pytest.mark.parametrize(
+    ("scheme", "rules"), [("light", None), pytest.param("dark", ["color-contrast"], marks=pytest.mark.slow)]
+)
 def test_axe_finds_nothing(visit, built, scheme, rules):
     script = pytest.importorskip(AXE).__path__[0]
     seen = visit(built.page, color_scheme=scheme)
@@ -529,6 +531,7 @@ def test_a_figure_is_enlarged_by_the_keyboard_and_put_back(visit, built):
     assert not page.locator("#tip").is_visible()
 
 
+@pytest.mark.slow
 def test_axe_finds_nothing_in_an_enlarged_figure(visit, built):
     script = pytest.importorskip(AXE).__path__[0]
     seen = visit(built.page, viewport={"width": 390, "height": 740})

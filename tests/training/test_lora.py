@@ -144,6 +144,7 @@ def test_without_kl_there_is_no_reference(inputs, tmp_path):
     assert "reference" not in {record.phase for record in read_json(folder / "receipt.json", Receipt).phases}
 
 
+@pytest.mark.slow
 def test_checkpointing_and_dropout_combine_with_adapters(inputs, tmp_path):
     for name, training in (("kept", {}), ("again", {"gradient_checkpointing": True})):
         lora = {**LORA, "dropout": 0.1}

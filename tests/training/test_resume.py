@@ -104,10 +104,6 @@ def test_the_chains_name_every_point():
     assert {point for chain in CHAINS.values() for point, _, _ in chain} == set(POINTS)
 
 
-def test_killed_in_a_step_and_before_the_end_and_started_again(start, undisturbed, tmp_path):
-    kill_and_start_again([("backward", 5, "before"), ("promotion", 1, "before")], start, undisturbed, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 def test_killed_at_every_point_and_started_again(name, start, undisturbed, tmp_path):

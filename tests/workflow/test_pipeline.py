@@ -404,6 +404,7 @@ def test_editing_a_module_re_runs_the_stages_that_use_it(copy_of):
     assert "prepare_data" not in planned
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_kept_go_and_nothing_is_made_again(copy_of):
     """No job is left then, and an evaluation that needs the weights is refused before anything is deleted."""
     copy_of.edit_yaml(STUDY, lambda study: study.update(keep="last"))

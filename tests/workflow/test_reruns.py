@@ -201,7 +201,11 @@ def test_a_setting_repeats_what_depends_on_it(copy_of):
     ("path", "planned"),
     [
         ("eval/base/baseline/seed0/step8.parquet", {"evaluate": 1, **REPORTED}),
-        ("runs/base/baseline/seed0/receipt.json", {"train": 1, "evaluate": 2, **REPORTED}),
+        pytest.param(
+            "runs/base/baseline/seed0/receipt.json",
+            {"train": 1, "evaluate": 2, **REPORTED},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "srdd/base/target/sigmas-published.yaml",
             {"generate_layer_sigmas": 1, "train": 1, "evaluate": 2, **REPORTED},

@@ -149,6 +149,7 @@ def test_noise_in_every_pass(run):
     assert [one.rows_again for one in facts.passes] == [3, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_batches_of_one_row_and_of_all(run):
     singly = run(builtin_folder("tiny"), batch_size=1, num_questions=5, noise_seeds=(0,))
     together = run(builtin_folder("tiny"), batch_size=5, num_questions=5, noise_seeds=(0,))
