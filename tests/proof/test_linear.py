@@ -4,12 +4,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import aqnpipe
 from aqnpipe.machine.machine import Machine
+from aqnpipe.proof.audit import Audit
 
 PASSES = 24
 
@@ -78,6 +80,63 @@ def test_a_machine_that_is_exact_where_nobody_observes_is_refused(inputs):
     with mock.patch.object(Machine, "_on_result", on_observed_result):
         receipt = observed(Small(nn.Linear(8, 8)), inputs)
     assert "recomputed values are not the requested ones" in "; ".join(receipt.problems())
+
+
+def trained(model, inputs, passes=PASSES):
+    with aqnpipe.noisy(model, scale=0.05, seed=0, backward=True) as receipt:
+        for _ in range(passes):
+            model(inputs).square().sum().backward()
+    return receipt
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(4, 8), (2, 3, 8)])
+def test_gradients_of_linear_modules_are_compared_where_no_mode_is_around_them(bias, shape):
+    """Of the first layer the inputs have no gradient, of the others both factors have one."""
+    torch.manual_seed(0)
+    model = Small(*(nn.Linear(8, 8, bias=bias) for _ in range(3)))
+    compared = Audit._compare_gradients
+    calls = []
+
+    def noted(self, passed, part, *others):
+        calls.append(part)
+        return compared(self, passed, part, *others)
+
+    with mock.patch.object(Audit, "_compare_gradients", noted):
+        receipt = trained(model, torch.randn(shape), 4 * PASSES).check()
+    assert len(set(calls)) >= 3
+    assert receipt.passes == 4 * PASSES
+
+
+def test_gradients_that_are_exact_where_nobody_observes_are_refused(inputs):
+    on_result = Machine._on_result
+
+    def on_observed_result(self, operator, result, *args):
+        is_gradient = torch._C._current_autograd_node() is not None
+        is_left_out = is_gradient and not is_in_torch_dispatch_mode()
+        return result if is_left_out else on_result(self, operator, result, *args)
+
+    with mock.patch.object(Machine, "_on_result", on_observed_result):
+        receipt = trained(Small(*(nn.Linear(8, 8) for _ in range(3))), inputs)
+    problems = "; ".join(receipt.problems())
+    assert "backward: mm in" in problems
+    assert "recomputed values are not the requested ones" in problems
+
+
+def test_gradients_of_a_linear_module_under_a_checkpoint_pass(inputs):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, hidden):
+            return torch.utils.checkpoint.checkpoint(self.linear, hidden, use_reentrant=False)
+
+    trained(Small(nn.Linear(8, 8), Checkpointed(), Checkpointed()), inputs).check()
+
+
+def test_a_layer_that_several_places_share_passes(inputs):
+    trained(Small(*[nn.Linear(8, 8)] * 3), inputs).check()
 
 
 def test_code_in_the_place_of_a_linear_function_is_refused(inputs):

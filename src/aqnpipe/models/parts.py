@@ -24,9 +24,12 @@ def parts_of(model: nn.Module) -> Parts:
         inside = any(name.startswith(f"{outer}.") for outer in lists)
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             lists[name] = module
-    modules = {
-        f"{name}.{index}".lstrip("."): layer for name, layers in lists.items() for index, layer in enumerate(layers)
-    }
+    modules: dict[str, nn.Module] = {}
+    for name, layers in lists.items():
+        for index, layer in enumerate(layers):
+            # A layer that several places share is one part that is called several times.
+            if layer not in modules.values():
+                modules[f"{name}.{index}".lstrip(".")] = layer
     getter: Callable[[], object] | None = getattr(model, "get_output_embeddings", None)
     head = getter() if getter is not None else getattr(model, "lm_head", None)
     known = set(modules.values())

@@ -33,7 +33,7 @@ from aqnpipe.noise.audit.operation_counts import operations_of
 from aqnpipe.noise.audit.random_numbers import Draws, derived_key
 from aqnpipe.proof.comparison import compare, compare_exact
 from aqnpipe.proof.elementwise import ELEMENTWISE
-from aqnpipe.proof.linear import factors_of, linears_of, watch_linears, watch_unobserved
+from aqnpipe.proof.linear import factors_of, linears_of, product_node, watch_linears, watch_unobserved
 from aqnpipe.proof.modules import MODULE_ERROR, RequestedModule, compare_module, watch_modules
 from aqnpipe.proof.names import operator_name, watch_names
 from aqnpipe.proof.norms import NORM, NORM_GRADIENT, watch_norms
@@ -61,6 +61,9 @@ _OTHER_NODES = 2**16
 _EVERY_OUTSIDE = 64
 _PASSES_FOR_BACKWARD = 8
 _MOST_CALLS = 256
+_OF_NODE = (1, 2, 3, 4)
+"""Streams of the products of one node; a second backward pass through it goes on counting."""
+
 OUTSIDE = "no layer"
 ONE_TOKEN, SEVERAL_TOKENS, WITH_GRADIENTS = "one token", "several tokens", " with gradients"
 """Kinds of passes."""
@@ -221,6 +224,7 @@ class Audit:
         elif self._models[module] and chance < max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
             part = int(self._draws.choice(list(self._models[module])))
             self._observe(local, {part: self._models[module][part]}, None)
+            self._check_unobserved(local, {one: each for one, each in self._models[module].items() if one != part})
         elif float(self._draws.random()) < max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
             self._check_unobserved(local, self._models[module])
 
@@ -319,25 +323,57 @@ class Audit:
         operators = self.request.operators
         if factors is None or (operators is not None and machine_name(factors[0]) not in operators):
             return
-        error: Any = self.request.error_at(part)
-        dtype = str(output.dtype).removeprefix("torch.")
-        cell = Cell(self.request.stream, self._names[part], factors[0], dtype)
-        (found,) = self._sample_of(*factors)
+        operator, arguments, result = factors
+        self._compare_without_mode(self.request.stream, passed, part, operator, arguments, result, (0,))
+        node = product_node(output) if output.requires_grad else None
+        if node is not None:
+            first, second = list(arguments.values())[-2:]
+            node.register_hook(PlaceHook(partial(self._compare_gradients, passed, part, first, second)))
+
+    def _compare_gradients(
+        self, passed: int, part: int, first: Tensor, second: Tensor, gradients: Any, arrived: Any
+    ) -> None:
+        """Compare the gradients of both factors of a product in a pass that is not observed."""
+        # With `create_graph` gradients have the random numbers of results. An observed backward pass sees them too.
+        if torch.is_grad_enabled() or self._local.current is not None or arrived[0] is None:
+            return
+        outer = arrived[0].detach()
+        for gradient, (left, right) in zip(gradients[-2:], ((outer, second.t()), (first.t(), outer)), strict=True):
+            if type(gradient) in _PLAIN and gradient.layout == torch.strided and gradient.dtype == left.dtype:
+                arguments = {"first": left, "second": right}
+                self._compare_without_mode("backward", passed, part, "mm", arguments, gradient.detach(), _OF_NODE)
+
+    def _compare_without_mode(
+        self,
+        phase: str,
+        passed: int,
+        part: int,
+        operator: str,
+        arguments: Arguments,
+        result: Tensor,
+        streams: Sequence[int],
+    ) -> None:
+        """Compare a result of a pass that is not observed; the number of its call is not known there."""
+        is_noised = phase != "backward" or self.request.backward
+        error: Any = self.request.error_at(part) if is_noised else None
+        cell = Cell(phase, self._names[part], operator, str(result.dtype).removeprefix("torch."))
+        (found,) = self._sample_of(operator, arguments, result)
         if found is None:
             return
         if error is None:
             if self.checks_exact:
                 self.receipt.add(cell, compare_exact(found))
             return
-        key = self._key(self.request.stream, passed, part)
+        key = self._key(phase, passed, part)
+        numbers = ((call, stream) for call in range(1, _MOST_CALLS) for stream in streams)
         with self.exactly():
-            tried = (compare(found, error, Draws.of(key, call, 0), output.dtype) for call in range(1, _MOST_CALLS))
+            tried = (compare(found, error, Draws.of(key, *number), result.dtype) for number in numbers)
             seen = next(tried)
             if seen.wrong:
                 seen = next((other for other in tried if not other.wrong), seen)
         self.receipt.add(cell, seen)
         if self.on_compared is not None:
-            self.on_compared(cell, found, error, output.dtype)
+            self.on_compared(cell, found, error, result.dtype)
 
     def _number_of_thread(self) -> int:
         name = threading.current_thread().name.encode("utf-8")

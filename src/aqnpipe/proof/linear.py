@@ -23,6 +23,8 @@ from aqnpipe.proof.observation import Observation, is_same
 
 _PLAIN = (Tensor, nn.Parameter)
 
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+
 
 def linears_of(modules: Mapping[int, nn.Module], names: Mapping[int, str]) -> dict[nn.Module, tuple[int, str]]:
     """Return the linear modules of parts with their part and path; those of adapters and quantised ones are others."""
@@ -101,6 +103,17 @@ def watch_unobserved(linear: nn.Module, part: nn.Module, compare: Callable[..., 
         part.register_forward_hook(PlaceHook(leave), always_call=True),
     ]
     return handles
+
+
+def product_node(output: Tensor) -> Any:
+    """Return the node of the product that made the output of a linear module; None where there is none.
+
+    Its hooks get the gradients of both factors, whatever else the program does with them.
+    """
+    node: Any = output.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node if node is not None and node.name() in ("MmBackward0", "AddmmBackward0") else None
 
 
 def factors_of(
