@@ -32,7 +32,6 @@ TEN_WAYS = {
 _TELLS = "an observed pass can be told by its dispatch mode, and in others linear modules alone are compared"
 _NOT_CAUGHT = {
     "attention noised only where it is observed": _TELLS,
-    "one projection left out late": "what begins late in one layer is found by sampling; 14 tokens have few samples",
     "clipping on one side": "few tokens have a ratio above the bound, and none of the audited places had one",
     "ratio of sequences": "refused, but as wrong advantages: the recomputed loss knows no ratio per response",
     "stop text ignored": "it changes nothing here: no response continues behind the stop text",
