@@ -62,16 +62,16 @@ prepare-tests:
 	@$(MAKE) --no-print-directory --jobs=2 dev tools
 
 # The fast tests; everything that is not marked `slow`.
-PYTEST := $(BIN)/python -m pytest --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 test: prepare-tests
-	$(PYTEST) -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
-# What `make test` leaves out. They wait for processes that they start, so two cores have time for three tests.
+# What `make test` leaves out.
 test-slow: prepare-tests
-	$(PYTEST) -n 3 -m slow
+	$(PYTEST) -m slow
 
 test-all: prepare-tests
-	$(PYTEST) -n 2
+	$(PYTEST)
 
 # vLLM for a CPU, in an environment of its own: it pins other versions than this package does. Of torch's companions that
 # come with it, three do not fit its torch and would make its import fail.

@@ -135,6 +135,26 @@ def test_gradients_of_a_linear_module_under_a_checkpoint_pass(inputs):
     trained(Small(nn.Linear(8, 8), Checkpointed(), Checkpointed()), inputs).check()
 
 
+def test_several_backward_passes_through_one_product_pass(inputs):
+    model = Small(nn.Linear(8, 8))
+    model.layers.requires_grad_(False)
+    with aqnpipe.noisy(model, scale=0.05, seed=0, backward=True) as receipt:
+        for _ in range(4 * PASSES):
+            loss = model(inputs).square().sum()
+            for number in range(3):
+                loss.backward(retain_graph=number < 2)
+    receipt.check()
+
+
+def test_gradients_of_gradients_pass(inputs):
+    model = Small(*(nn.Linear(8, 8) for _ in range(3)))
+    with aqnpipe.noisy(model, scale=0.05, seed=0, backward=True) as receipt:
+        for _ in range(4 * PASSES):
+            gradients = torch.autograd.grad(model(inputs).square().sum(), list(model.parameters()), create_graph=True)
+            sum(gradient.square().sum() for gradient in gradients).backward()
+    receipt.check()
+
+
 def test_a_layer_that_several_places_share_passes(inputs):
     trained(Small(*[nn.Linear(8, 8)] * 3), inputs).check()
 

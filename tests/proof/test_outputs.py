@@ -82,7 +82,26 @@ def test_several_faults_on_modules_with_noise_are_as_expected(model):
     assert found(model, *faults, sigma=0.1) == []
 
 
-def test_a_value_at_the_threshold_may_be_on_either_side(model):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first", ["noise", "bias", "saturation"])
+@pytest.mark.parametrize("last", ["saturation", "dead_zone", "noise"])
+def test_of_several_faults_at_one_site_each_is_proven(make_model, monkeypatch, first, last, dtype):
+    model = make_model().to(dtype)
+    faults = [Fault(type=kind, layer=1, magnitude=0.2, seed=seed) for seed, kind in enumerate((first, last))]
+    assert found(model, *faults) == []
+    apply = ActiveFault.apply
+    for left_out in faults:
+        monkeypatch.setattr(
+            ActiveFault,
+            "apply",
+            lambda self, hidden, call, left_out=left_out: (
+                hidden if self.fault is left_out else apply(self, hidden, call)
+            ),
+        )
+        assert found(model, *faults, seeds=(0,))
+
+
+def test_a_value_at_the_threshold_is_on_the_side_that_the_definition_says(model):
     """The threshold is one of the values, to the bit or nearly."""
     with torch.no_grad():
         values = model.model.layers[1].mlp(torch.ones(1, 1, 32)).abs().flatten().double()

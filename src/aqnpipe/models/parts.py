@@ -24,16 +24,15 @@ def parts_of(model: nn.Module) -> Parts:
         inside = any(name.startswith(f"{outer}.") for outer in lists)
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             lists[name] = module
-    modules: dict[str, nn.Module] = {}
+    # A layer that several places share is one part that is called several times.
+    paths_of: dict[nn.Module, str] = {}
     for name, layers in lists.items():
         for index, layer in enumerate(layers):
-            # A layer that several places share is one part that is called several times.
-            if layer not in modules.values():
-                modules[f"{name}.{index}".lstrip(".")] = layer
+            paths_of.setdefault(layer, f"{name}.{index}".lstrip("."))
+    modules = {path: layer for layer, path in paths_of.items()}
     getter: Callable[[], object] | None = getattr(model, "get_output_embeddings", None)
     head = getter() if getter is not None else getattr(model, "lm_head", None)
-    known = set(modules.values())
-    if isinstance(head, nn.Module) and head not in known and head not in {*lists.values()}:
+    if isinstance(head, nn.Module) and head not in paths_of and head not in {*lists.values()}:
         paths = {module: name for name, module in model.named_modules()}
         if head in paths:
             modules[paths[head]] = head

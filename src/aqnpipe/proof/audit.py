@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +62,6 @@ _OTHER_NODES = 2**16
 _EVERY_OUTSIDE = 64
 _PASSES_FOR_BACKWARD = 8
 _MOST_CALLS = 256
-_OF_NODE = (1, 2, 3, 4)
-"""Streams of the products of one node; a second backward pass through it goes on counting."""
-
 OUTSIDE = "no layer"
 ONE_TOKEN, SEVERAL_TOKENS, WITH_GRADIENTS = "one token", "several tokens", " with gradients"
 """Kinds of passes."""
@@ -328,12 +326,14 @@ class Audit:
         node = product_node(output) if output.requires_grad else None
         if node is not None:
             first, second = list(arguments.values())[-2:]
-            node.register_hook(PlaceHook(partial(self._compare_gradients, passed, part, first, second)))
+            node.register_hook(PlaceHook(partial(self._compare_gradients, passed, part, first, second, count(1))))
 
     def _compare_gradients(
-        self, passed: int, part: int, first: Tensor, second: Tensor, gradients: Any, arrived: Any
+        self, passed: int, part: int, first: Tensor, second: Tensor, runs: Iterator[int], gradients: Any, arrived: Any
     ) -> None:
         """Compare the gradients of both factors of a product in a pass that is not observed."""
+        # Two products each time; of a second backward pass they may be numbered from the first ones on.
+        streams = range(1, 2 * next(runs) + 1)
         # With `create_graph` gradients have the random numbers of results. An observed backward pass sees them too.
         if torch.is_grad_enabled() or self._local.current is not None or arrived[0] is None:
             return
@@ -341,7 +341,7 @@ class Audit:
         for gradient, (left, right) in zip(gradients[-2:], ((outer, second.t()), (first.t(), outer)), strict=True):
             if type(gradient) in _PLAIN and gradient.layout == torch.strided and gradient.dtype == left.dtype:
                 arguments = {"first": left, "second": right}
-                self._compare_without_mode("backward", passed, part, "mm", arguments, gradient.detach(), _OF_NODE)
+                self._compare_without_mode("backward", passed, part, "mm", arguments, gradient.detach(), streams)
 
     def _compare_without_mode(
         self,

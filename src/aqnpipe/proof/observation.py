@@ -54,7 +54,7 @@ class OutputCall:
 
     __slots__ = ("errors", "own", "thresholds", "version")
 
-    def __init__(self, own: Tensor, thresholds: dict[int, float | None]) -> None:
+    def __init__(self, own: Tensor, thresholds: dict[int, Tensor | None]) -> None:
         self.own, self.thresholds = own, thresholds
         self.version = 0 if own.is_inference() else own._version
         self.errors: list[tuple[int, Tensor, Tensor]] = []

@@ -26,7 +26,7 @@ _SPIKE_SIZE = 10.0
 """Standard deviation of a spike, in multiples of the largest value."""
 
 _CLOSE = 1e-5
-"""Relative difference of two references, one of them summed in float32; and of a value from a threshold near it."""
+"""Relative difference that another order of summation may make in a mean or standard deviation in float32."""
 
 _UNITS = 4.0
 """Allowed difference of a faulty value, in spacings of its number format."""
@@ -35,12 +35,12 @@ _UNITS = 4.0
 class RequestedFault(NamedTuple):
     """A fault that was requested of a site, by its number among those of the machine.
 
-    `threshold` returns the reference that an earlier call left for it; None if it has none.
+    `threshold` returns the reference that an earlier call left for it, in float32; None if it has none.
     """
 
     number: int
     fault: Fault
-    threshold: Callable[[], float | None]
+    threshold: Callable[[], Tensor | None]
 
 
 class RequestedOutput(NamedTuple):
@@ -89,10 +89,9 @@ def watch_outputs(
 
 def _enter(observation: Observation, one: RequestedOutput, module: nn.Module, args: Any, output: Any) -> None:
     # Only hooks of this module run until it is left, so these calls do not nest.
-    is_here = observation.is_on and torch._C._current_autograd_node() is None
-    own = _tensor(output) if is_here else None
-    thresholds = {each.number: each.threshold() for each in one.faults}
-    observation.at_output = None if own is None else OutputCall(own, thresholds)
+    own = _tensor(output)
+    if own is not None and observation.is_on and torch._C._current_autograd_node() is None:
+        observation.at_output = OutputCall(own, {each.number: each.threshold() for each in one.faults})
 
 
 def _leave(
@@ -127,7 +126,7 @@ def _compare(
     before: Tensor,
     after: Tensor,
     seed: Callable[[int, int], int],
-    thresholds: dict[int, float | None],
+    thresholds: dict[int, Tensor | None],
     note: Callable[[str], None],
 ) -> None:
     """Compare an output with what these faults make of the one before them."""
@@ -136,64 +135,56 @@ def _compare(
         return
     if not steps and is_same(before, after):
         return
-    expected, is_sure = before.detach(), torch.ones(before.shape, dtype=torch.bool, device=before.device)
+    expected = before.detach()
     for requested, application in steps:
-        expected, is_near = _faulty(requested, expected, seed(requested.number, application), thresholds)
-        is_sure &= ~is_near
-    if len(steps) > 1 and not is_sure.all():
-        # A value that may be on either side of one threshold may change the reference of the next.
-        return
-    wide, found = expected.double(), after.detach().double()
-    spacing = torch.finfo(after.dtype).eps * torch.maximum(wide.abs(), before.detach().double().abs())
-    allowed = _UNITS * spacing + _CLOSE * (wide - before.detach().double()).abs() if steps else 0.5 * spacing
+        expected = _faulty(requested, expected, seed(requested.number, application), thresholds)
+    plain, wide, found = (values.detach().double() for values in (before, expected, after))
+    spacing = torch.finfo(after.dtype).eps * torch.maximum(wide.abs(), plain.abs())
+    allowed = _UNITS * spacing + _CLOSE * (wide - plain).abs() if steps else 0.5 * spacing
     # `not <=`, so that a value that is no number is wrong unless the expected one is none either.
-    wrong = is_sure & ~((found - wide).abs() <= allowed) & (found != wide) & ~(found.isnan() & wide.isnan())
+    wrong = ~((found - wide).abs() <= allowed) & (found != wide) & ~(found.isnan() & wide.isnan())
     if number := int(wrong.sum()):
         names = " and ".join(requested.fault.type for requested, _ in steps)
         expected_values = f"those of a fault {names} on what it computed" if steps else "what it computed"
         note(f"{one.where}: {number} of {wrong.numel()} values are not {expected_values}")
 
 
-def _faulty(
-    requested: RequestedFault, hidden: Tensor, seed: int, thresholds: dict[int, float | None]
-) -> tuple[Tensor, Tensor]:
-    """Return the values with a fault, in the format of `hidden`, and which are too near to a threshold to be sure."""
-    fault, wide = requested.fault, hidden.double()
-    reference = thresholds.get(requested.number) if fault.threshold == "cached" else None
-    if reference is None:
-        reference = _reference(fault, wide)
-        thresholds[requested.number] = reference
-    channels = _channels(hidden.shape[-1], fault).to(hidden.device)
-    is_near = torch.zeros_like(channels)
-    changed = wide
-    limit = fault.magnitude * reference
+def _faulty(requested: RequestedFault, hidden: Tensor, seed: int, thresholds: dict[int, Tensor | None]) -> Tensor:
+    """Return the values with a fault, in the format of `hidden`.
+
+    References are float32 numbers, as the definition says, so that no value can be on the other side of a threshold.
+    """
+    fault, dtype = requested.fault, hidden.dtype
+    size = thresholds.get(requested.number) if fault.threshold == "cached" else None
+    if size is None:
+        size = thresholds[requested.number] = _reference(fault, hidden.float())
+    size = size.to(hidden.device)
     match fault.type:
         case "dead_zone":
-            changed = torch.where(wide.abs() < limit, 0.0, wide)
-            is_near = (wide.abs() - limit).abs() <= _CLOSE * limit
+            changed = hidden.masked_fill(hidden.abs().float() < fault.magnitude * size, 0.0)
         case "saturation":
-            bound = reference - limit
-            changed = wide.clamp(-bound, bound)
+            bound = ((1 - fault.magnitude) * size).to(dtype)
+            changed = hidden.clamp(-bound, bound)
         case "bias":
-            changed = wide + limit
+            changed = hidden + (fault.magnitude * size).to(dtype)
         case "noise":
-            changed = wide + limit * _normal(hidden, _generator(hidden, fault, seed))
+            changed = hidden + (_normal(hidden, _generator(hidden, fault, seed)) * fault.magnitude * size).to(dtype)
         case "spike":
             generator = _generator(hidden, fault, seed)
             chosen = torch.rand(hidden.shape, generator=generator, device=hidden.device) < _SPIKES * fault.magnitude
-            changed = torch.where(chosen, _SPIKE_SIZE * reference * _normal(hidden, generator), wide)
-    return torch.where(channels, changed.to(hidden.dtype), hidden), is_near & channels
+            changed = torch.where(chosen, (_SPIKE_SIZE * size * _normal(hidden, generator)).to(dtype), hidden)
+    return torch.where(_channels(hidden.shape[-1], fault).to(hidden.device), changed, hidden)
 
 
-def _reference(fault: Fault, values: Tensor) -> float:
+def _reference(fault: Fault, values: Tensor) -> Tensor:
     """Return what a fault's magnitude is relative to: the largest value, the mean or the standard deviation."""
     match fault.type:
         case "bias":
-            return float(values.std(correction=0))
+            return values.std(correction=0)
         case "noise":
-            return float(values.abs().mean())
+            return values.abs().mean()
         case _:
-            return float(values.abs().max())
+            return values.abs().max()
 
 
 def _channels(number: int, fault: Fault) -> Tensor:
@@ -211,7 +202,7 @@ def _generator(hidden: Tensor, fault: Fault, seed: int) -> torch.Generator:
 
 
 def _normal(hidden: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(hidden.shape, generator=generator, device=hidden.device).double()
+    return torch.randn(hidden.shape, generator=generator, device=hidden.device)
 
 
 def _tensor(output: Any) -> Tensor | None:

@@ -141,32 +141,34 @@ class ActiveFaultState:
 
 
 class ActiveFault:
-    """A fault active on one site. Its faulty channels and its cached threshold stay the same from call to call."""
+    """A fault active on one site. Its faulty channels stay the same from call to call, and so does a cached threshold:
+    the reference of the first call, None before it.
+    """
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.channels = torch.empty(0, dtype=torch.bool)
-        self._cached: Tensor | None = None
+        self.threshold: Tensor | None = None
 
     def apply(self, hidden: Tensor, call: int) -> Tensor:
         """Return the faulty output for the correct output `hidden` [..., channels]; `call` as in `apply_fault`."""
         if len(self.channels) != hidden.shape[-1]:
             self.channels = faulty_channels(hidden.shape[-1], self.fault.sparsity, self.fault.seed)
         if self.fault.threshold == "cached":
-            self._cached = fault_reference(hidden, self.fault) if self._cached is None else self._cached
-            self._cached = self._cached.to(hidden.device)
-        return apply_fault(hidden, self.fault, self.channels, call, self._cached)
+            self.threshold = fault_reference(hidden, self.fault) if self.threshold is None else self.threshold
+            self.threshold = self.threshold.to(hidden.device)
+        return apply_fault(hidden, self.fault, self.channels, call, self.threshold)
 
     def state(self) -> ActiveFaultState:
         """Return the state that later calls depend on."""
-        return ActiveFaultState(len(self.channels), None if self._cached is None else self._cached.item())
+        return ActiveFaultState(len(self.channels), None if self.threshold is None else self.threshold.item())
 
     def restore(self, state: ActiveFaultState) -> None:
         """Continue from `state`."""
         self.channels = torch.empty(0, dtype=torch.bool)
         if state.num_channels:
             self.channels = faulty_channels(state.num_channels, self.fault.sparsity, self.fault.seed)
-        self._cached = None if state.threshold is None else torch.tensor(state.threshold, dtype=torch.float32)
+        self.threshold = None if state.threshold is None else torch.tensor(state.threshold, dtype=torch.float32)
 
 
 class ActiveFaults(tuple[ActiveFault, ...]):

@@ -3,7 +3,7 @@
 from collections.abc import Container
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from aqnpipe.config.noise import Phase, RelativeGaussian
 from aqnpipe.models.layout import decoder_layers, layer_of, select_modules
@@ -120,9 +120,9 @@ def _outputs(
     ]
 
 
-def _threshold(active: ActiveFaults, number: int) -> float | None:
+def _threshold(active: ActiveFaults, number: int) -> Tensor | None:
     # A run may have other faults than were requested, or none, which its receipt says by itself.
-    return active[number].state().threshold if number < len(active) else None
+    return active[number].threshold if number < len(active) else None
 
 
 def _faulty_layers(recorder: ReceiptRecorder) -> set[int]:
