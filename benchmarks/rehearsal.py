@@ -133,7 +133,6 @@ def make_smaller(study: dict[str, Any], options: argparse.Namespace) -> dict[str
         "seeds": [0],
         "training.prompts_per_step": options.prompts_per_step,
         "training.rollouts_per_prompt": rollouts,
-        "training.micro_batch_size": max(n for n in range(1, training["micro_batch_size"] + 1) if sequences % n == 0),
         "training.num_workers": options.workers,
         "training.max_response_tokens": options.response_tokens,
         "training.checkpoint_every": num_steps // 2,
@@ -142,6 +141,8 @@ def make_smaller(study: dict[str, Any], options: argparse.Namespace) -> dict[str
         "evaluation.max_response_tokens": options.response_tokens,
         "evaluation.batch_size": options.num_test,
     }
+    if (rows := training.get("micro_batch_size")) is not None:
+        smaller["training.micro_batch_size"] = max(n for n in range(1, rows + 1) if sequences % n == 0)
     if not is_vllm_installed():
         smaller["generation"] = {"backend": "transformers"}
     study["arms_file"] = str(ROOT / "config" / study["arms_file"])

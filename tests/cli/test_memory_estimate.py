@@ -23,7 +23,8 @@ def _in_the_repository(monkeypatch):
 
 def plan(name, generation=None, **training):
     study = yaml.safe_load(Path(f"config/{name}.yaml").read_text())
-    study["training"].update(training)
+    by_rows = {"tokens_per_micro_batch": None} if "micro_batch_size" in training else {}
+    study["training"].update(by_rows | training)
     study.update(generation=generation or {"backend": "transformers"}, arms_file="config/arms.yaml")
     return StudyPlan(load_study(study, f"config/{name}.yaml"))
 
@@ -34,7 +35,7 @@ def found(name, role, **training):
 
 def test_data_parallelism_has_everything_on_every_device():
     """Weights, gradients, two moments and the buckets of DDP, 4 bytes each; the reference in float32."""
-    memory = found("qwen2.5-1.5b", "base")
+    memory = found("qwen2.5-1.5b", "base", micro_batch_size=4)
     assert memory.trained == pytest.approx(SMALL * 4 * 5, rel=1e-3)
     assert memory.reference == pytest.approx(SMALL * 4, rel=1e-3)
     # 4 rows of 1,025 logits over 151,936 tokens: four copies in float32, two in bfloat16.
@@ -48,8 +49,8 @@ def test_data_parallelism_has_everything_on_every_device():
 
 
 def test_a_micro_batch_by_tokens_takes_what_its_longest_sequences_take():
-    by_tokens = {"micro_batch_size": None, "tokens_per_micro_batch": 4 * 1174}
-    assert found("qwen2.5-1.5b", "base", **by_tokens) == found("qwen2.5-1.5b", "base", micro_batch_size=4)
+    by_tokens = found("qwen2.5-1.5b", "base", tokens_per_micro_batch=4 * 1174)
+    assert by_tokens == found("qwen2.5-1.5b", "base", micro_batch_size=4)
 
 
 def test_shares_divide_what_is_always_there_and_gather_all_weights_for_rollouts():
@@ -161,11 +162,7 @@ def test_a_study_on_a_cpu_has_no_line_on_memory():
     [
         # Weights, gradients, moments and the reference take 37.1 GB on 8 workers, 30.9 GB on one, which has no buckets.
         ({"micro_batch_size": 20}, 80, "training.lora or a smaller training.micro_batch_size or"),
-        (
-            {"micro_batch_size": None, "tokens_per_micro_batch": 23480},
-            80,
-            "training.lora or a smaller training.tokens_per_micro_batch or",
-        ),
+        ({"tokens_per_micro_batch": 23480}, 80, "training.lora or a smaller training.tokens_per_micro_batch or"),
         ({"micro_batch_size": 20, "gradient_checkpointing": False}, 80, "or training.gradient_checkpointing: true or"),
         ({"num_workers": 1, "micro_batch_size": 1}, 70, "training.lora or fewer training.validation_questions or"),
         (

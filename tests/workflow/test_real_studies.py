@@ -90,8 +90,10 @@ def shrunk(name: str, folder: Path) -> dict:
         model.pop("revision", None)
         model["source"] = write_model(folder / "models" / role, model["source"])
     training = config["training"]
-    training.update(prompts_per_step=2, num_workers=1, parallelism="data", micro_batch_size=5)
+    training.update(prompts_per_step=2, num_workers=1, parallelism="data")
     training.update(max_response_tokens=5, validation_questions=2, max_prompt_tokens=256)
+    if "micro_batch_size" in training:
+        training["micro_batch_size"] = 5
     num_train = training["prompts_per_step"] * training["steps_per_rollout"]
     config["dataset"] = {
         "source": "local",

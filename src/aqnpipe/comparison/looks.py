@@ -50,13 +50,13 @@ def take_look(
         seeds_per_arm=seeds_after(study, earlier),
         design=design,
         previous_sha256=sha256_of_file(before) if earlier else None,
-        claims=_claims_at(study, design, earlier, loaded, looks, number),
+        claims=claims_at(study, design, earlier, loaded, looks, number),
     )
     write_json(path, record)
     return record
 
 
-def _claims_at(
+def claims_at(
     study: Study,
     design: LookDesign,
     earlier: Sequence[LookFile],
@@ -64,6 +64,7 @@ def _claims_at(
     looks: Looks,
     number: int,
 ) -> tuple[ClaimAtLook, ...]:
+    """Return the claims after look `number`, tested on the evaluations so far."""
     known = {claim.comparison_id: claim for claim in earlier[-1].claims} if earlier else {}
     seeds = looks.seeds_at(number)
     contrasts = Contrasts(study.with_seeds(seeds), loaded)

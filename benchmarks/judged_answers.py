@@ -1,0 +1,169 @@
+"""Packs the graded answers of a study that added seeds into one small file, and judges its looks from that file again.
+
+`pack RESULTS FOLDER` writes the answers (answers.parquet: run, question, noise, and right or wrong by each scorer), the
+design and the looks of a finished study. `judge STUDY FOLDER` takes every look again from the answers alone and prints
+each claim beside the recorded one; it ends with exit code 1 where a number differs.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import smallest
+
+from aqnpipe.artifacts.evaluations import evaluation_files
+from aqnpipe.artifacts.files import read_json
+from aqnpipe.artifacts.looks import ClaimAtLook, LookFile
+from aqnpipe.comparison.contrasts import Checkpoint
+from aqnpipe.comparison.evaluations import EvaluationInput, LevelScores, LoadedEvaluation
+from aqnpipe.comparison.look_states import planned_looks, seeds_after
+from aqnpipe.comparison.looks import claims_at
+from aqnpipe.config.study import Study, load_study_file
+from aqnpipe.data.scoring import SCORERS
+from aqnpipe.statistics.clusters import Clusters
+
+ANSWERS = "answers.parquet"
+RUN = ["model", "arm", "seed", "step"]
+_DIGITS = 10
+"""Sums of the same answers in another order differ by rounding alone beyond these."""
+
+
+def pack(results: Path, folder: Path) -> None:
+    """Write the answers, the design and the looks of the study in `results` into `folder`."""
+    tables = sorted((results / "eval").glob("*/*/seed*/step*.parquet"))
+    if not tables:
+        sys.exit(f"{results}/eval: no evaluation, expected the results of a finished study")
+    folder.mkdir(parents=True, exist_ok=True)
+    pl.concat([_answers(path) for path in tables], how="diagonal").write_parquet(
+        folder / ANSWERS, compression="zstd", compression_level=22, statistics=False
+    )
+    for path in sorted((results / "looks").glob("*.json")):
+        shutil.copy(path, folder)
+
+
+def _answers(path: Path) -> pl.DataFrame:
+    model, arm, seed, step = (*path.parts[-4:-1], path.stem)
+    table = pl.read_parquet(path)
+    return table.sort("noise_level", "noise_seed", "question_id", "sample").select(
+        pl.lit(model).alias("model"),
+        pl.lit(arm).alias("arm"),
+        pl.lit(int(seed.removeprefix("seed")), pl.Int32).alias("seed"),
+        pl.lit(int(step.removeprefix("step")), pl.Int32).alias("step"),
+        pl.col("question_id").cast(pl.Categorical),
+        *([pl.col("cluster").cast(pl.Categorical)] if "cluster" in table.columns else []),
+        "noise_level",
+        pl.col("noise_seed").cast(pl.Int16),
+        pl.col("sample").cast(pl.Int16),
+        *(f"correct_{name}" for name in SCORERS),
+    )
+
+
+def evaluations_of(study: Study, answers: pl.DataFrame) -> dict[Checkpoint, LoadedEvaluation]:
+    """Return the evaluations as the comparison reads them. Receipts and records were checked where the study ran."""
+    scorer = study.config.evaluation.primary_scorer
+    found: dict[Checkpoint, LoadedEvaluation] = {}
+    for key, rows in answers.partition_by(RUN, as_dict=True, maintain_order=True).items():
+        model, arm, seed, step = str(key[0]), str(key[1]), int(str(key[2])), int(str(key[3]))
+        files = evaluation_files(Path(study.config.results_dir), model, arm, seed, step)
+        found[model, arm, seed, step] = LoadedEvaluation(
+            source=EvaluationInput(**vars(files)),
+            levels=dict(_levels(rows, scorer)),
+            problems=(),
+            weights=files.name,
+            setting={},
+            accuracy=rows.group_by("noise_level").agg(
+                pl.col(f"correct_{name}").mean().alias(f"accuracy_{name}") for name in SCORERS
+            ),
+        )
+    return found
+
+
+def _levels(rows: pl.DataFrame, scorer: str) -> Iterator[tuple[float, LevelScores]]:
+    for (level,), part in rows.partition_by("noise_level", as_dict=True, maintain_order=True).items():
+        seeds = part["noise_seed"].unique(maintain_order=True).to_list()
+        first = part.filter(noise_seed=seeds[0])
+        yield (
+            float(str(level)),
+            LevelScores(
+                question_ids=tuple(first["question_id"].to_list()),
+                noise_seeds=tuple(seeds),
+                num_samples=1,
+                correct=part[f"correct_{scorer}"].to_numpy().astype(np.float64).reshape(len(seeds), -1),
+                same_responses_as=None,
+                clusters=Clusters.of(first["cluster"].to_list()) if "cluster" in part.columns else None,
+            ),
+        )
+
+
+def looks_of(folder: Path) -> list[LookFile]:
+    """Return the recorded looks of a folder in their order."""
+    paths = sorted(folder.glob("look*.json"), key=lambda path: int(path.stem.removeprefix("look")))
+    return [read_json(path, LookFile) for path in paths]
+
+
+def judged(study: Study, recorded: Sequence[LookFile], answers: pl.DataFrame) -> list[tuple[ClaimAtLook, ...]]:
+    """Return the claims of every look, taken again from the answers that its runs had given."""
+    evaluations = evaluations_of(study, answers)
+    found = []
+    for number, look in enumerate(recorded, start=1):
+        before = recorded[: number - 1]
+        seeds = seeds_after(study, before)
+        there = {key: one for key, one in evaluations.items() if key[2] < seeds.get(key[1], 1)}
+        found.append(claims_at(study, look.design, before, there, planned_looks(look.design), number))
+    return found
+
+
+def differences(recorded: ClaimAtLook, found: ClaimAtLook) -> list[str]:
+    """Return the fields in which a claim that was judged again differs from the record, beyond rounding."""
+    ours, theirs = recorded.model_dump(), found.model_dump()
+    return [f"{name}: {theirs[name]}, recorded {ours[name]}" for name in ours if not _is_same(ours[name], theirs[name])]
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= 10.0**-_DIGITS * max(1.0, abs(one))
+    return one == other
+
+
+def _print(number: int, look: LookFile, claims: Sequence[ClaimAtLook]) -> bool:
+    runs = ", ".join(f"{arm} {seeds}" for arm, seeds in look.seeds_per_arm.items())
+    print(f"\nlook {number}, seeds: {runs}\n\n| claim | difference | p_holm | p_other_holm | state |\n|---|---|---|---|---|")
+    equal = True
+    for recorded, found in zip(look.claims, claims, strict=True):
+        other = "" if found.p_other_holm is None else f"{found.p_other_holm:.4f}"
+        tested = ("", "") if found.p_holm is None else (f"{found.difference:+.4f}", f"{found.p_holm:.4f}")
+        print(f"| {found.comparison_id} | {tested[0]} | {tested[1]} | {other} | {found.state} |")
+        for line in differences(recorded, found):
+            equal = False
+            print(f"{found.comparison_id}: {line}", file=sys.stderr)
+    return equal
+
+
+def judge(path: Path, folder: Path) -> bool:
+    """Print every look of `folder` as judged again; return whether all numbers are the recorded ones."""
+    study, looks = load_study_file(path), looks_of(folder)
+    claims = judged(study, looks, pl.read_parquet(folder / ANSWERS))
+    equal = [_print(number, *pair) for number, pair in enumerate(zip(looks, claims, strict=True), start=1)]
+    print(f"\n{len(looks)} looks, {'all numbers as recorded' if all(equal) else 'NUMBERS DIFFER'}")
+    return all(equal)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("pack", "judge"))
+    parser.add_argument("source", type=Path, help="the results folder (pack) or the study file (judge)")
+    parser.add_argument("folder", type=Path, help="the folder of the packed answers and looks")
+    arguments = smallest.parse(parser)
+    if arguments.action == "pack":
+        pack(arguments.source, arguments.folder)
+    elif not judge(arguments.source, arguments.folder):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
