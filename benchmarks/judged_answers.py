@@ -129,27 +129,28 @@ def _is_same(one: object, other: object) -> bool:
     return one == other
 
 
-def _print(number: int, look: LookFile, claims: Sequence[ClaimAtLook]) -> bool:
-    runs = ", ".join(f"{arm} {seeds}" for arm, seeds in look.seeds_per_arm.items())
-    print(f"\nlook {number}, seeds: {runs}\n\n| claim | difference | p_holm | p_other_holm | state |\n|---|---|---|---|---|")
-    equal = True
-    for recorded, found in zip(look.claims, claims, strict=True):
-        other = "" if found.p_other_holm is None else f"{found.p_other_holm:.4f}"
-        tested = ("", "") if found.p_holm is None else (f"{found.difference:+.4f}", f"{found.p_holm:.4f}")
-        print(f"| {found.comparison_id} | {tested[0]} | {tested[1]} | {other} | {found.state} |")
-        for line in differences(recorded, found):
-            equal = False
-            print(f"{found.comparison_id}: {line}", file=sys.stderr)
-    return equal
+def _shown(number: int, look: LookFile, claims: Sequence[ClaimAtLook]) -> Iterator[str]:
+    yield f"\nlook {number}, seeds: {', '.join(f'{arm} {seeds}' for arm, seeds in look.seeds_per_arm.items())}\n"
+    yield "| claim | difference | p | p of equivalence | state |\n|---|---|---|---|---|"
+    for found in claims:
+        numbers = (
+            f"{value:{form}}" if value is not None else ""
+            for value, form in ((found.difference, "+.4f"), (found.p_holm, ".4f"), (found.p_other_holm, ".4f"))
+        )
+        yield f"| {' | '.join((found.comparison_id, *numbers, found.state))} |"
 
 
-def judge(path: Path, folder: Path) -> bool:
-    """Print every look of `folder` as judged again; return whether all numbers are the recorded ones."""
+def judge(path: Path, folder: Path) -> list[str]:
+    """Print every look of `folder` as judged again; return the numbers that are not the recorded ones."""
     study, looks = load_study_file(path), looks_of(folder)
-    claims = judged(study, looks, pl.read_parquet(folder / ANSWERS))
-    equal = [_print(number, *pair) for number, pair in enumerate(zip(looks, claims, strict=True), start=1)]
-    print(f"\n{len(looks)} looks, {'all numbers as recorded' if all(equal) else 'NUMBERS DIFFER'}")
-    return all(equal)
+    judged_again = judged(study, looks, pl.read_parquet(folder / ANSWERS))
+    lines, others = [], []
+    for number, (look, claims) in enumerate(zip(looks, judged_again, strict=True), start=1):
+        lines += _shown(number, look, claims)
+        for recorded, found in zip(look.claims, claims, strict=True):
+            others += [f"look {number}, {found.comparison_id}: {line}" for line in differences(recorded, found)]
+    print("\n".join(lines), f"{len(looks)} looks, {len(others)} numbers are not as recorded", sep="\n\n")  # noqa: T201
+    return others
 
 
 def main() -> None:
@@ -161,8 +162,8 @@ def main() -> None:
     arguments = smallest.parse(parser)
     if arguments.action == "pack":
         pack(arguments.source, arguments.folder)
-    elif not judge(arguments.source, arguments.folder):
-        sys.exit(1)
+    elif others := judge(arguments.source, arguments.folder):
+        sys.exit("\n".join(others))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,9 @@ COMMANDS = {
     ("detection", ()): "# Detection",
     ("detection_simulated", ()): "# Detection of simulated faults",
     ("evaluation_speed", ()): "| tiny, 0-shot | transformers | ",
+    ("judged_answers", ("judge", str(ROOT / "config" / "decide.yaml"), str(ROOT / "docs" / "decide"))): (
+        " looks, 0 numbers are not as recorded\n"
+    ),
     ("kill_trials", ()): " SIGKILLs in 1 runs. ",
     ("long_studies", ("training",)): "40 optimiser steps in ",
     ("long_studies", ("evaluation",)): "700 answers in ",

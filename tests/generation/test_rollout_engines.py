@@ -20,9 +20,8 @@ from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.receipts.merge import add_rollout
-from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import FactorSums
+from aqnpipe.noise.receipts.rows import WeightCell, WeightSync
 
 AQN = AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05})
 FAULT = Fault(type="saturation", layer=0, magnitude=0.5, threshold="cached")
@@ -254,16 +253,16 @@ def test_what_an_engine_recorded_is_added_to_the_run():
     spec = NoiseSpec(aqn=AQN, faults=(FAULT,))
     run, engine = recorder(spec), recorder(spec)
     run.add_weight_sync(sync(step=0))
-    run.measure_sigma_factor(FactorSums(0, 3.0, 4))
+    run.measure_sigma_factor(WeightCell(0, 3.0, 4))
     run.count_forward("rollout")
     run.count_forward("actor_forward")
     engine.add_weight_sync(sync(step=1))
-    engine.measure_sigma_factor(FactorSums(0, 5.0, 4))
+    engine.measure_sigma_factor(WeightCell(0, 5.0, 4))
     engine.count_forward("rollout")
     add_rollout(run, engine.state())
     after = run.state()
     assert [sync.step for sync in after.weight_syncs] == [0, 1]
-    assert [(factor.layer, factor.squares, factor.elements) for factor in after.weight_factors] == [(0, 8.0, 8)]
+    assert [(factor.layer, factor.squares, factor.elements) for factor in after.weight_cells] == [(0, 8.0, 8)]
     assert {phase.phase: phase.forwards for phase in after.phases} == {"rollout": 2, "actor_forward": 1}
 
 

@@ -106,13 +106,13 @@ def test_an_honest_pass_is_audited_in_both_kinds_of_forwards(engine, operators):
         (record,) = measurements.states[0].phases
         assert record.escaped == {}
         # Six layers and the output projection of the first forward of each kind, and some of later ones.
-        assert record.audit.passes["several tokens"] == 7
-        assert record.audit.passes["one token"] >= 7
-        assert record.audit.classified > 200
+        assert record.audited_passes["several tokens"] == 7
+        assert record.audited_passes["one token"] >= 7
+        assert record.classified > 200
         # At least 64 of each of 5 outputs of a layer (qkv_proj and gate_up_proj are one each), in two whole forwards.
-        assert record.audit.numbers > 2 * 6 * 5 * 64
+        assert record.recomputed_numbers > 2 * 6 * 5 * 64
         assert record.audit.largest_deviation <= 1
-        assert record.audit.contradictions == {}
+        assert record.contradictions == {}
 
 
 @pytest.mark.parametrize("name", SABOTAGES)

@@ -213,11 +213,11 @@ def test_aqn_on_hidden_states_has_its_size_in_every_layer_and_combines_with_faul
         assert recorded.receipt().fault_cells[0].affected_elements > 0
         drawn.append((state, completions))
     for state, completions in drawn:
-        assert [record.audit.contradictions for record in state.phases] == [{}]
+        assert [record.contradictions for record in state.phases] == [{}]
         (sync,) = state.weight_syncs
         assert abs(sync.squared_error_ratio - 1) < 5 * (2 / sync.elements) ** 0.5
         assert sync.clean_sha256_before == sync.clean_sha256_after == norms_sha256(policy)
-        measured = {factor.layer: (factor.squares / factor.elements) ** 0.5 for factor in state.weight_factors}
+        measured = {factor.layer: (factor.squares / factor.elements) ** 0.5 for factor in state.weight_cells}
         assert measured == pytest.approx({0: 1.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0}, rel=0.05)
         differences = [
             (torch.tensor(completion.log_probabilities) - log_probabilities(policy, completion, prompt)).abs().mean()

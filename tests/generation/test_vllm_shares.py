@@ -21,8 +21,8 @@ from aqnpipe.generation.vllm.shares import find_shares
 from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.merge import WorkerMeasurements
-from aqnpipe.noise.receipts.receipt_content import FaultCell
-from aqnpipe.noise.receipts.recorder_state import CellSums, PhaseSums, RatioSums, RecorderState
+from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.rows import FaultCell, NoiseCell, PhaseRecord, RatioSums
 
 SCALE = 0.1
 ERROR = RelativeGaussian(scale=SCALE)
@@ -171,23 +171,23 @@ SHARES = [{"linear.q_proj": [LEFT]}, {"linear.q_proj": [RIGHT]}]
 
 def cell(operator, elements, calls=2, scale=SCALE):
     ratios = RatioSums(count=elements, squares=elements * scale**2)
-    return CellSums("evaluation", operator, 0, ERROR, ratios, calls=calls, elements=elements)
+    return NoiseCell("evaluation", operator, 0, ERROR, ratios, calls=calls, elements=elements)
 
 
 def state(**changes):
     """One layer on one worker: a column-parallel product of 64 columns, and a row-parallel one that all have."""
     cells = [cell("linear.q_proj", 320), cell("linear.o_proj", 640), cell("scaled_dot_product_attention", 640)]
-    phase = PhaseSums("evaluation", forwards=2, noised_calls=6)
-    phase.audit.passes, phase.audit.numbers = {"several tokens": 1, "one token": 1}, 50
-    phase.audit.reference.elements = 100
+    phase = PhaseRecord("evaluation", forwards=2, noised_calls=6)
+    phase.audited_passes, phase.recomputed_numbers = {"several tokens": 1, "one token": 1}, 50
+    phase.reference.elements = 100
     whole = RecorderState(
         cells=cells,
         phases=[phase],
-        faults=[],
-        gradients=[],
+        fault_cells=[],
+        gradient_flows=[],
         foreign_faults=set(),
         weight_syncs=[],
-        weight_factors=[],
+        weight_cells=[],
         num_noised_modules=0,
         keys=[("evaluation", 3, 0, 0, 0)],
     )
@@ -213,8 +213,8 @@ def test_shares_are_added_and_what_all_workers_have_is_counted_once():
     }
     (phase,) = found.phases
     assert (phase.forwards, phase.noised_calls) == (2, 6)
-    assert phase.audit.passes == {"several tokens": 1, "one token": 1}
-    assert (phase.audit.numbers, phase.audit.reference.elements) == (100, 200)
+    assert phase.audited_passes == {"several tokens": 1, "one token": 1}
+    assert (phase.recomputed_numbers, phase.reference.elements) == (100, 200)
     assert found.keys == [("evaluation", 3, 0, 0, 0)]
 
 
@@ -232,7 +232,7 @@ def test_one_worker_alone_is_returned_as_it_is():
 def contradicted():
     """Return the phase of a worker whose audit found clean values."""
     (phase,) = state().phases
-    phase.audit.contradictions = {"the values used have no noise": 1}
+    phase.contradictions = {"the values used have no noise": 1}
     return phase
 
 
@@ -247,10 +247,10 @@ def fewer_cells(number):
         (fewer_cells(1), "evaluation linear.o_proj layer 0: 0 noised calls, worker 0 had 2"),
         (fewer_cells(2), "worker 1 of 2: evaluation: no attention was noised in layers"),
         ({"cells": []}, "worker 1 of 2: evaluation: noise was requested but never reached layers"),
-        ({"phases": [PhaseSums("evaluation", forwards=3)]}, "evaluation: 3 forward passes, worker 0 had 2"),
+        ({"phases": [PhaseRecord("evaluation", forwards=3)]}, "evaluation: 3 forward passes, worker 0 had 2"),
         (
             {
-                "faults": [
+                "fault_cells": [
                     FaultCell(phase="evaluation", fault=0, num_channels=8, num_faulty_channels=1, calls=2, elements=16)
                 ]
             },

@@ -17,7 +17,7 @@ from aqnpipe.errors import DataError
 from aqnpipe.loss_study.comparison import LossInputs, compare_losses
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import FaultCell, GradientFlow, PhaseRecord, WeightCell, WeightSync
+from aqnpipe.noise.receipts.rows import FaultCell, GradientFlow, PhaseRecord, ReferenceSums, WeightCell, WeightSync
 from aqnpipe.report.words import load_words
 
 NUM_TEXTS, SEEDS, VOCABULARY, MAGNITUDE = 40, (0, 1, 2, 3), 100, 0.3
@@ -50,10 +50,7 @@ def receipt_of(condition):
     record = {
         "forwards": NUM_TEXTS,
         "noised_calls": 0,
-        "reference_checked_elements": 10,
-        "reference_check_difference": 0.0,
-        "reference_check_scale": 0.0,
-        "escaped": {},
+        "reference": ReferenceSums(elements=10),
     }
     return Receipt(
         operator_noise=None,
@@ -64,7 +61,7 @@ def receipt_of(condition):
         cells=(),
         weight_syncs=(sync,) if layers else (),
         weight_cells=tuple(
-            WeightCell(layer=layer, measured_factor=1.0, elements=1000, rounding_factor=1.0, standard_error=0.02)
+            WeightCell(layer, 1000.0, 1000, drawn_squares=1000.0, expected_squares=1000.0, expected_variance=1600.0)
             for layer in layers
         ),
         layer_factors={layer: float(layer in layers) for layer in range(4)} if layers and not uniform else None,
@@ -82,9 +79,7 @@ def receipt_of(condition):
         if faulty
         else (),
         gradient_flows=(
-            GradientFlow(
-                fault=0, calls=1, elements=800, zeroed_elements=200, leaked_elements=0, norm=5.0, zeroed_norm=3.0
-            ),
+            GradientFlow(fault=0, calls=1, elements=800, zeroed_elements=200, squares=25.0, zeroed_squares=9.0),
         )
         if faulty
         else (),

@@ -51,9 +51,9 @@ def test_the_receipt_of_a_phase_has_its_size_and_its_source(make_model, ids, own
     content = run_phase(model, ids, own("gaussian", **GAUSSIAN)).check().content
     size, elements = content.measured_scale("evaluation")
     assert size == pytest.approx(0.05, rel=5 / (2 * elements) ** 0.5 + 0.01)
-    assert {cell.error for cell in content.cells} == {"own"}
+    assert {cell.kind for cell in content.cells} == {"own"}
     # A number that rounds to itself is not changed; of 16-bit numbers some do.
-    assert all(0.9 < cell.changed_elements / cell.elements <= 1 for cell in content.cells)
+    assert all(0.9 < cell.changed / cell.elements <= 1 for cell in content.cells)
     assert len(content.operator_noise.error.source_sha256) == 64
 
 
@@ -101,7 +101,7 @@ def test_an_error_that_hits_few_values_is_right(model, ids, own, run):
 
 def test_an_error_that_hits_few_values_is_proven_by_its_changes(model, ids, own):
     cells = run_phase(model, ids, own("rare", (0, 0.2), settings={"above": 2.0})).check().content.cells
-    changed, elements = (sum(getattr(cell, part) for cell in cells) for part in ("changed_elements", "elements"))
+    changed, elements = (sum(getattr(cell, part) for cell in cells) for part in ("changed", "elements"))
     # P(z > 2) = 0.0228.
     assert changed / elements == pytest.approx(0.0228, rel=0.1)
 

@@ -11,7 +11,7 @@ from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyConditi
 from aqnpipe.artifacts.statements import statement
 from aqnpipe.config.noise import Fault
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import FaultCell, GradientFlow
+from aqnpipe.noise.receipts.rows import FaultCell, GradientFlow
 
 
 def condition(name, magnitude, loss, order=None, above=False):
@@ -91,7 +91,7 @@ def page(synthetic, built, tmp_path_factory):
         update={
             "faults": (Fault(type="dead_zone", layer=1, magnitude=0.3),),
             "fault_cells": (FaultCell(phase="rollout", affected_elements=250, **cells),),
-            "gradient_flows": (GradientFlow(norm=5.0, zeroed_norm=3.0, **flow),),
+            "gradient_flows": (GradientFlow(squares=25.0, zeroed_squares=9.0, **flow),),
         }
     )
     write_json(folder / "receipt.json", faulty)

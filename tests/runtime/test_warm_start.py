@@ -1,5 +1,6 @@
 """Jobs start in a process that has its imports made, and are otherwise as those of the plain interpreter."""
 
+import importlib.util
 import os
 import shlex
 import signal
@@ -146,4 +147,6 @@ def test_a_job_outlives_the_end_of_snakemake(monkeypatch, tmp_path):
 
 def test_every_module_that_is_imported_before_the_fork_exists():
     for name in warm_start.IMPORTED:
-        assert __import__("importlib").util.find_spec(name), name
+        module, _, function = name.partition(":")
+        assert importlib.util.find_spec(module), name
+        assert not function or callable(getattr(importlib.import_module(module), function)), name

@@ -20,6 +20,7 @@ from tiny_training import AQN, NOISE, scattered_rewards, training_spec
 
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import AqnpipeError
+from aqnpipe.runtime.warm_start import import_all
 from aqnpipe.training.run import TrainingInputs
 
 FAULT = {"type": "saturation", "layer": 1, "magnitude": 0.3, "sparsity": 0.5, "threshold": "cached"}
@@ -159,6 +160,7 @@ def _serve() -> None:
     for module in {path.rsplit(".", 2)[0] for path in POINTS.values()}:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
+    import_all(("aqnpipe.runtime.training", "aqnpipe.training.trainer", "aqnpipe.noise.kernels.gaussian:load_kernels"))
     for line in sys.stdin:
         children = [_fork(request) for request in json.loads(line)]
         answers = [_wait(*child) for child in children]

@@ -17,7 +17,7 @@ from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord, WeightSync
+from aqnpipe.noise.receipts.rows import NoiseCell, PhaseRecord, RatioSums, ReferenceSums, WeightSync
 from aqnpipe.noise.schedule import sigma_at
 from aqnpipe.seeding import derive_seed
 
@@ -133,13 +133,14 @@ def receipt(
                 phase=phase,
                 forwards=10,
                 noised_calls=420 if requested else 0,
-                reference_checked_elements=0 if phase == "backward" else 51200,
-                reference_check_difference=0.0,
-                reference_check_scale=requested * 1.001,
+                reference=ReferenceSums(
+                    elements=0 if phase == "backward" else 51200,
+                    squares=(requested * 1.001) ** 2,
+                    relative_elements=1,
+                ),
                 audited_passes={"several tokens": 14} if requested else {},
                 recomputed_numbers=8960 if requested else 0,
                 largest_deviation=0.21 if requested else 0.0,
-                escaped={},
             )
             for phase, requested in scale.items()
         ),
@@ -148,13 +149,12 @@ def receipt(
                 phase=phase,
                 operator=operator,
                 layer=layer,
-                error="relative_gaussian",
+                error=noise.error,
+                ratios=RatioSums(
+                    count=64_000, squares=64_000 * (requested * (1 + draws.normal() / math.sqrt(2 * 64_000))) ** 2
+                ),
                 calls=70,
                 elements=900_000,
-                requested=requested,
-                measured=requested * (1 + draws.normal() / math.sqrt(2 * 64_000)),
-                mean_error=0.0,
-                measured_elements=64_000,
             )
             for phase, requested in scale.items()
             if requested

@@ -47,7 +47,7 @@ def main() -> None:
     for name in STUDIES:
         if name.startswith("aqnpipe."):
             # What the workflow asks first; the imports of every module are kept.
-            importlib.import_module("aqnpipe.artifacts.provenance").code_digest(name)
+            importlib.import_module("aqnpipe.artifacts.provenance").code_digest(name.partition(":")[0])
     listening = warm_start.listen(path)
     source = warm_start.stand_in_source(path, os.environ["OMP_NUM_THREADS"])
     source = replaced(source, _OPTIONS, f'{_OPTIONS} and sys.argv[1:3] != ["-m", "snakemake"]')

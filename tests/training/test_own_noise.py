@@ -9,7 +9,7 @@ from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.own_code import source_digest
 from aqnpipe.errors import ConfigError, ReceiptError
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.recorder_state import RecorderState
+from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.schedule import with_own_sigmas
 from aqnpipe.training.noise_plan import NoisePlan
 

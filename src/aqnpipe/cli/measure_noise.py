@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from aqnpipe.noise.receipts.receipt import Receipt
-    from aqnpipe.noise.receipts.receipt_content import NoiseCell
+    from aqnpipe.noise.receipts.rows import NoiseCell
 
 
 def measure_noise(
@@ -109,7 +109,7 @@ def _coverage(receipt: "Receipt") -> "Table":
             "-" if share is None else f"{share:.1%}",
             f"{requested:.4g}" if requested else "none",
             f"{measured:.4g} (n = {elements:,})" if elements else "-",
-            "-" if record.phase == "backward" else f"{record.reference_check_scale:.4g}",
+            "-" if record.phase == "backward" else f"{record.reference.scale:.4g}",
         )
     return table
 
@@ -124,7 +124,7 @@ def _operators(receipt: "Receipt") -> "Table":
     groups: dict[tuple[str, str, str, float], list[NoiseCell]] = {}
     for cell in receipt.cells:
         operator = f"{cell.operator} (lm_head)" if cell.layer is None and not cell.is_module else cell.operator
-        groups.setdefault((cell.phase, operator, cell.error, cell.requested), []).append(cell)
+        groups.setdefault((cell.phase, operator, cell.kind, cell.requested), []).append(cell)
     for (phase, operator, error, requested), cells in groups.items():
         squares = sum((cell.measured or 0.0) ** 2 * cell.measured_elements for cell in cells)
         elements = sum(cell.measured_elements for cell in cells)

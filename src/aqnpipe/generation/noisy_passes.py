@@ -16,8 +16,8 @@ from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.merge import WorkerMeasurements, merge_states, merged_receipt
 from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import RecorderState
 
 
 class PassNoise(NoiseSpec):

@@ -15,10 +15,9 @@ from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, layer_of, norms_sha256, rms_norms, weight_of
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
-from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import FactorSums, RatioSums, merged
 from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, noised_moments, spacing_of
+from aqnpipe.noise.receipts.rows import RatioSums, WeightCell, WeightSync, merged
 from aqnpipe.seeding import derive_seed
 
 _RARE_EVENTS = 2.5
@@ -94,7 +93,7 @@ def _noised_norm_weights(
     hash_before = norms_sha256(model)
     try:
         requested_squares, squares, elements = 0.0, 0.0, 0
-        ratios = [FactorSums(None)]
+        ratios = [WeightCell(None)]
         with torch.no_grad():
             for index, (name, weight) in enumerate(weights.items()):
                 norm_sigma = sigma * factors[name]
@@ -174,10 +173,10 @@ def noised_actor(
 
 def _settled(
     recorder: ReceiptRecorder, sigmas: Mapping[int, float], sigma: float, phase: Phase
-) -> tuple[dict[int, RatioSums], FactorSums]:
+) -> tuple[dict[int, RatioSums], WeightCell]:
     """Record the noise on hidden states by layer; return its errors by layer, and all of them in units of sigma."""
     measured = {layer: errors for layer, errors in recorder.settle_hidden(sigmas).items() if errors.count}
-    ratios = [FactorSums(None)]
+    ratios = [WeightCell(None)]
     for layer, errors in measured.items():
         expected = errors.expected_sums(sigmas[layer])
         drawn = errors.count * sigmas[layer] ** 2
@@ -204,12 +203,12 @@ def _expected_sums(clean: Tensor, sigma: float) -> tuple[float, float]:
 
 def _scaled(
     layer: int | None, squares: float, elements: int, drawn: float, mean: float, variance: float, sigma: float
-) -> FactorSums:
+) -> WeightCell:
     """Return sums of squared noise in units of sigma^2."""
-    return FactorSums(layer, squares / sigma**2, elements, drawn / sigma**2, mean / sigma**2, variance / sigma**4)
+    return WeightCell(layer, squares / sigma**2, elements, drawn / sigma**2, mean / sigma**2, variance / sigma**4)
 
 
-def _ratio_of(ratios: FactorSums) -> dict[str, Any]:
+def _ratio_of(ratios: WeightCell) -> dict[str, Any]:
     """Return the fields of a `WeightSync` that compare what was added with what was requested."""
     count = ratios.elements
     return {

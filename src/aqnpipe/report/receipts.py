@@ -19,7 +19,7 @@ from aqnpipe.config.noise import (
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.config.study import Study
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord
+from aqnpipe.noise.receipts.rows import NoiseCell, PhaseRecord
 from aqnpipe.report import numbers, tables
 from aqnpipe.report.inputs import Evaluated, ReportData, Run
 from aqnpipe.report.tables import Part, RunLink, Table, table_of
@@ -166,10 +166,8 @@ def phase_table(receipt: Receipt, words: Words) -> Table:
 def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> dict[str, Any]:
     requested = _requested_in(receipt, record.phase)
     measured = [cell for cell in receipt.cells if cell.phase == record.phase]
-    key, value = (
-        ("scale", record.reference_check_scale) if requested else ("difference", record.reference_check_difference)
-    )
-    reference_check = words(f"receipts.reference_check.{key}", value=value, elements=record.reference_checked_elements)
+    key, value = ("scale", record.reference.scale) if requested else ("difference", record.reference.largest_difference)
+    reference_check = words(f"receipts.reference_check.{key}", value=value, elements=record.reference.elements)
     unrequested = not requested and bool(record.noised_calls)
     found = bool(record.escaped) or bool(record.contradictions)
     return {
@@ -179,7 +177,7 @@ def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> dict[str,
         "noised_calls": record.noised_calls,
         "noised_share": record.noised_share,
         "recomputed_numbers": _recomputed_text(record, words),
-        "reference_check": reference_check if record.reference_checked_elements else None,
+        "reference_check": reference_check if record.reference.elements else None,
         "alert": found or unrequested or bool(requested and not measured),
     }
 
@@ -234,7 +232,7 @@ def _measured(cells: Sequence[NoiseCell], compared: Sequence[Receipt], words: Wo
         size = _reference_check_text(compared, words) if compared else words("receipts.none")
         return {"noise_measured": size, "off_by": None, "sampling_error": None, "elements": None}
     elements = sum(cell.measured_elements for cell in measured)
-    exact = [cell for cell in measured if cell.error in _SCALED_KINDS and cell.requested]
+    exact = [cell for cell in measured if cell.kind in _SCALED_KINDS and cell.requested]
     return {
         "noise_measured": ", ".join(sizes),
         "off_by": numbers.signed(100 * (_root_mean_square(exact, relative=True) - 1), 2) if exact else None,
@@ -277,7 +275,7 @@ def _sync_ratio(receipt: Receipt) -> str:
 
 def _reference_check_text(receipts: Sequence[Receipt], words: Words) -> str:
     difference = max(
-        (record.reference_check_difference for receipt in receipts for record in receipt.phases), default=0.0
+        (record.reference.largest_difference for receipt in receipts for record in receipt.phases), default=0.0
     )
     return words("receipts.exactly_none") if difference == 0 else words("receipts.differs", value=difference)
 

@@ -46,8 +46,9 @@ IMPORTED = (
     "altair",
     "vl_convert",
     "transformers.models.qwen2.modeling_qwen2",
+    "aqnpipe.noise.kernels.gaussian:load_kernels",
 )
-"""Modules that jobs of the built-in models import, in the order in which jobs need them."""
+"""Modules that jobs of the built-in models import, and functions to call, in the order in which jobs need them."""
 
 _LARGEST_REQUEST = 1 << 17
 _SECONDS_BETWEEN_LOOKS = 0.02
@@ -234,9 +235,15 @@ def listen(path: str) -> socket.socket:
 
 
 def import_all(names: tuple[str, ...]) -> None:
-    """Import modules, and keep collections of garbage in forked processes from copying what all share."""
+    """Import modules, call functions (module:function), and keep forked processes from copying what all share.
+
+    Every collection of garbage would touch all objects.
+    """
     for name in names:
-        importlib.import_module(name)
+        module, _, function = name.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
     gc.collect()
     gc.freeze()
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import polars as pl
 
-from aqnpipe.noise.receipts.receipt_content import WeightSync
+from aqnpipe.noise.receipts.rows import WeightSync
 
 _COLUMNS = {
     "epoch": "epoch",

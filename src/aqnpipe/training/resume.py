@@ -30,7 +30,7 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, TrainingConfig
 from aqnpipe.models.shares import is_share, like_share, local
 from aqnpipe.noise.injection.faults import ActiveFaultState
-from aqnpipe.noise.receipts.recorder_state import RecorderState
+from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.training.audit.auditor import AuditState, TrainingAudit
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.ranks import gathered, rank_and_size

@@ -1,6 +1,7 @@
 """Receipts that were edited, or that record a faulty run, are refused; correct ones pass."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import NoiseCell
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.rows import NoiseCell, RatioSums, ReferenceSums
 
 NOISE = OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("rollout",))
 
@@ -28,12 +29,17 @@ def receipt_of(model, operator_noise=NOISE, module_noise=None, forwards=4):
 
 def with_cell(receipt, index=0, **changes):
     cells = list(receipt.cells)
-    cells[index] = cells[index].model_copy(update=changes)
+    cells[index] = replace(cells[index], **changes)
     return receipt.model_copy(update={"cells": tuple(cells)})
 
 
 def with_phase(receipt, **changes):
-    return receipt.model_copy(update={"phases": (receipt.phases[0].model_copy(update=changes),)})
+    return receipt.model_copy(update={"phases": (replace(receipt.phases[0], **changes),)})
+
+
+def ratios(measured, rounding=0.0, count=1000):
+    """Sums of errors with this root mean square, and of what rounding adds."""
+    return RatioSums(count=count, squares=count * measured**2, rounding_squares=count * rounding**2)
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def test_a_receipt_survives_its_file(honest):
     ],
 )
 def test_noise_may_lose_what_rounding_explains(honest, measured, rounding, accepted):
-    receipt = with_cell(honest, measured=measured, rounding=rounding)
+    receipt = with_cell(honest, ratios=ratios(measured, rounding or 0.0))
     assert (receipt.problems() == []) == accepted
     if not accepted:
         with pytest.raises(ReceiptError, match=rf"measured scale {measured}, requested 0\.05, of which rounding"):
@@ -88,14 +94,14 @@ def test_a_phase_without_an_audit_is_refused(honest, changes, message):
 
 
 def test_a_cell_that_requests_something_else_is_refused(honest):
-    """The receipt's specification is the request, not the cell's own `requested` value."""
+    """The receipt's specification is the request, not the cell's own error."""
     with pytest.raises(ReceiptError, match=r"noised with relative_gaussian 0\.1, which was not requested"):
-        with_cell(honest, requested=0.1).check()
+        with_cell(honest, error=RelativeGaussian(scale=0.1)).check()
 
 
 def test_a_cell_without_measurements_is_refused(honest):
     with pytest.raises(ReceiptError, match="noised calls but nothing measured"):
-        with_cell(honest, measured=None, mean_error=None, measured_elements=0).check()
+        with_cell(honest, ratios=RatioSums()).check()
 
 
 def test_a_layer_without_its_products_is_refused(honest):
@@ -115,7 +121,7 @@ def test_operator_noise_beside_module_noise_alone_is_refused(model):
 
 def test_a_reference_check_without_elements_is_refused(honest):
     with pytest.raises(ReceiptError, match="no operator output was compared"):
-        with_phase(honest, reference_checked_elements=0).check()
+        with_phase(honest, reference=ReferenceSums()).check()
 
 
 def test_no_noise_requested_and_none_measured_passes(model):
@@ -161,22 +167,18 @@ def test_gradients_that_are_zero_as_they_should_be_have_no_size(phase, zeros, pr
         phase=phase,
         operator="_softmax_backward_data",
         layer=1,
-        error="relative_gaussian",
+        error=RelativeGaussian(scale=0.05),
+        ratios=RatioSums(zeros=zeros),
         calls=4,
         elements=64,
-        requested=0.05,
-        measured=None,
-        mean_error=None,
-        measured_elements=0,
-        zeros=zeros,
     )
     assert len(cell.problems()) == problems
 
 
 @pytest.mark.parametrize("others_are_zero", [True, False])
 def test_noise_on_gradients_that_are_all_zero_has_no_size(honest, others_are_zero):
-    cell = honest.cells[0].model_copy(update={"phase": "backward"})
-    zero = cell.model_copy(update={"measured": None, "mean_error": None, "measured_elements": 0, "zeros": 16})
+    cell = replace(honest.cells[0], phase="backward")
+    zero = replace(cell, ratios=RatioSums(zeros=16))
     receipt = honest.model_copy(update={"cells": (zero, zero if others_are_zero else cell)})
     assert (
         "backward noise has no size: all results that were recomputed are zero" in receipt.problems()

@@ -8,8 +8,9 @@ from aqnpipe.config.noise import Fault, NoiseSpec, OperatorNoise
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise
+from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import RecorderState, ReferenceSums
+from aqnpipe.noise.receipts.rows import ReferenceSums
 
 NOISE = OperatorNoise(operators="matmul", error={"kind": "relative_gaussian", "scale": 0.05})
 FAULT = Fault(type="saturation", layer=1, magnitude=0.3, sparsity=0.3, threshold="cached")
@@ -61,4 +62,4 @@ def test_infinite_errors_survive():
     restored = new_recorder()
     restored.restore(RecorderState.from_json(saved.state().to_json()))
     record = restored.receipt().phases[0]
-    assert record.reference_check_difference == record.largest_deviation == math.inf
+    assert record.reference.largest_difference == record.largest_deviation == math.inf

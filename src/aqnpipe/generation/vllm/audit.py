@@ -26,7 +26,7 @@ from aqnpipe.noise.audit.random_numbers import Position, key_at
 from aqnpipe.noise.audit.weight_check import compare_norms
 from aqnpipe.noise.injection.hooks import keep
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import ReferenceSums
+from aqnpipe.noise.receipts.rows import ReferenceSums
 
 FORWARD_KINDS = ("several tokens", "one token")
 """The kinds of forward passes of a batch, in their order."""

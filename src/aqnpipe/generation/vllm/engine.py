@@ -29,7 +29,7 @@ from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.injection.faults import ActiveFaultState
-from aqnpipe.noise.receipts.recorder_state import RecorderState
+from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.seeding import derive_seed
 
 WORKER_EXTENSION = f"{NoiseExtension.__module__}.{NoiseExtension.__qualname__}"

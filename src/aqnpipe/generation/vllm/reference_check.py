@@ -18,7 +18,7 @@ from aqnpipe.generation.vllm.linears import Linear
 from aqnpipe.generation.vllm.replacement import replace
 from aqnpipe.generation.vllm.state import EngineState
 from aqnpipe.noise.injection.hooks import keep
-from aqnpipe.noise.receipts.recorder_state import ReferenceSums
+from aqnpipe.noise.receipts.rows import ReferenceSums
 
 _PLAIN_LINEAR = torch.nn.functional.linear
 _SAMPLED_ELEMENTS = 64

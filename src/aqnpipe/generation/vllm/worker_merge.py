@@ -10,8 +10,9 @@ from dataclasses import replace
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.merge import WorkerMeasurements
+from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import CellSums, PhaseSums, RecorderState, merged
+from aqnpipe.noise.receipts.rows import NoiseCell, PhaseRecord, merged
 
 Shares = Mapping[str, Iterable[Shard]]
 """The shares that had noise on one worker, by operator; every worker had noise on the whole of other operators."""
@@ -57,7 +58,7 @@ def _differences(first: RecorderState, other: RecorderState) -> list[str]:
     ours, theirs = ({phase.phase: phase for phase in state.phases} for state in (first, other))
     problems = []
     for name in dict.fromkeys([*ours, *theirs]):
-        expected, found = (phases.get(name, PhaseSums(name)) for phases in (ours, theirs))
+        expected, found = (phases.get(name, PhaseRecord(name)) for phases in (ours, theirs))
         if found.forwards != expected.forwards:
             problems.append(f"{name}: {found.forwards} forward passes, worker 0 had {expected.forwards}")
         if found.modules != expected.modules:
@@ -70,7 +71,7 @@ def _differences(first: RecorderState, other: RecorderState) -> list[str]:
 
 
 def _call_differences(first: RecorderState, other: RecorderState) -> list[str]:
-    counts = [{(cell.phase, cell.operator, cell.layer): cell.calls for cell in state.cells} for state in (first, other)]
+    counts = [{cell.place: cell.calls for cell in state.cells} for state in (first, other)]
     return [
         f"{phase} {operator} layer {'lm_head' if layer is None else layer}: {counts[1].get(place, 0)} noised calls, "
         f"worker 0 had {counts[0].get(place, 0)}"
@@ -83,7 +84,7 @@ def _call_differences(first: RecorderState, other: RecorderState) -> list[str]:
 def _fault_differences(first: RecorderState, other: RecorderState) -> list[str]:
     """Every worker applies a fault to the whole output of its site, and counts all of it."""
     counts = [
-        {(fault.phase, fault.fault): (fault.calls, fault.elements, fault.num_faulty_channels) for fault in state.faults}
+        {cell.place: (cell.calls, cell.elements, cell.num_faulty_channels) for cell in state.fault_cells}
         for state in (first, other)
     ]
     return [
@@ -130,14 +131,14 @@ def _merged(states: Sequence[RecorderState], shares: Sequence[Shares]) -> Record
     )
 
 
-def _merged_cell(index: int, states: Sequence[RecorderState], shares: Sequence[Shares]) -> CellSums:
+def _merged_cell(index: int, states: Sequence[RecorderState], shares: Sequence[Shares]) -> NoiseCell:
     """Add up the elements of different shares; of what all workers have, one worker's are kept."""
     cell = states[0].cells[index]
     if cell.operator in _NORMS or cell.operator not in shares[0]:
         return cell
-    different: dict[tuple[Shard, ...], CellSums] = {}
+    different: dict[tuple[Shard, ...], NoiseCell] = {}
     for state, own in zip(states, shares, strict=True):
-        found = next(each for each in state.cells if _place(each) == _place(cell))
+        found = next(each for each in state.cells if each.place == cell.place)
         different.setdefault(tuple(sorted(own[cell.operator])), found)
     return replace(
         cell,
@@ -146,12 +147,16 @@ def _merged_cell(index: int, states: Sequence[RecorderState], shares: Sequence[S
     )
 
 
-def _place(cell: CellSums) -> tuple[str, str, int | None]:
-    return cell.phase, cell.operator, cell.layer
-
-
-def _merged_phase(phases: Sequence[PhaseSums]) -> PhaseSums:
+def _merged_phase(phases: Sequence[PhaseRecord]) -> PhaseRecord:
     together = merged(phases)
-    # A pass of a layer is one pass, however many workers computed it.
-    audit = replace(together.audit, passes=phases[0].audit.passes)
-    return replace(phases[0], audit=audit, escaped=together.escaped)
+    # A pass of the model, or of a layer, is one pass, however many workers computed it.
+    return replace(
+        phases[0],
+        audited_whole=together.audited_whole,
+        classified=together.classified,
+        recomputed_numbers=together.recomputed_numbers,
+        largest_deviation=together.largest_deviation,
+        contradictions=together.contradictions,
+        reference=together.reference,
+        escaped=together.escaped,
+    )

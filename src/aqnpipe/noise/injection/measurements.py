@@ -19,7 +19,7 @@ from aqnpipe.noise.audit.random_numbers import Position, key_at
 from aqnpipe.noise.audit.weight_check import compare_norms
 from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import ReferenceSums
+from aqnpipe.noise.receipts.rows import ReferenceSums
 from aqnpipe.noise.receipts.sampling import sample
 from aqnpipe.proof.operations import machine_name
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Requested

@@ -63,6 +63,12 @@ def standard_normal(numel: int, source: NoiseStream, device: torch.device | str 
     return add_absolute_gaussian_(torch.zeros(numel, device=device), 1.0, source)
 
 
+def load_kernels() -> None:
+    """Compile the kernels of the CPU, or load them from numba's cache; otherwise the first noise of a process does."""
+    for tensor in (torch.zeros(2), torch.zeros(2, 2)[:, :1]):
+        add_absolute_gaussian_(tensor, 1.0, NoiseStream(0, 0, 0))
+
+
 def _apply_(tensor: Tensor, scale: float, source: NoiseStream, relative: bool) -> Tensor:
     if tensor.dtype == torch.float32 and tensor.is_cpu:
         # Calls on small tensors are very frequent, so the common cases come first.

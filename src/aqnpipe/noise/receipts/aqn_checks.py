@@ -3,7 +3,8 @@
 import math
 
 from aqnpipe.config.noise import AdaptiveNoise
-from aqnpipe.noise.receipts.receipt_content import SAMPLING_SIGMAS, ReceiptContent
+from aqnpipe.noise.receipts.receipt_content import ReceiptContent
+from aqnpipe.noise.receipts.rows import SAMPLING_SIGMAS
 from aqnpipe.noise.schedule import sigma_at
 
 

@@ -7,21 +7,19 @@ missing worker, or a worker without part of its noise, is refused.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import WeightSync
+from aqnpipe.noise.receipts.receipt_content import TABLES, RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.recorder_state import RecorderState, merged
-
-_Sums = TypeVar("_Sums")
+from aqnpipe.noise.receipts.rows import WeightSync, grouped
 
 _GENERATING_PHASES = frozenset({"rollout", "validation"})
 """In these phases the number of forward passes depends on the longest response of a worker's share."""
@@ -107,25 +105,19 @@ def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> 
     `per_worker_draws`: every worker drew its own AQN noise (hidden states), instead of the same noise (weights).
     """
     first = states[0]
+    tables: dict[str, Any] = {name: grouped(getattr(state, name) for state in states) for name in TABLES}
+    if not per_worker_draws:
+        tables["weight_cells"] = first.weight_cells
     return RecorderState(
-        cells=_grouped((s.cells for s in states), lambda cell: (cell.phase, cell.operator, cell.layer)),
-        phases=_grouped((s.phases for s in states), lambda phase: phase.phase),
-        faults=_grouped((s.faults for s in states), lambda fault: (fault.phase, fault.fault)),
-        gradients=_grouped((s.gradients for s in states), lambda gradient: gradient.fault),
+        **tables,
         foreign_faults=set().union(*(state.foreign_faults for state in states)),
         weight_syncs=(
             [_merged_sync(syncs) for syncs in zip(*(state.weight_syncs for state in states), strict=True)]
             if per_worker_draws
             else first.weight_syncs
         ),
-        weight_factors=(
-            _grouped((s.weight_factors for s in states), lambda factor: factor.place)
-            if per_worker_draws
-            else first.weight_factors
-        ),
         num_noised_modules=first.num_noised_modules,
         mismatches=set().union(*(state.mismatches for state in states)) | _repeated_keys(states),
-        passes=_grouped((s.passes for s in states), lambda row: row.place),
         keys=[key for state in states for key in state.keys],
     )
 
@@ -145,22 +137,13 @@ def add_rollout(recorder: ReceiptRecorder, state: RecorderState) -> None:
     before = recorder.state()
     merged = merge_states([before, state], per_worker_draws=False)
     merged.weight_syncs = before.weight_syncs + state.weight_syncs
-    merged.weight_factors = _grouped((before.weight_factors, state.weight_factors), lambda factor: factor.place)
+    merged.weight_cells = grouped((before.weight_cells, state.weight_cells))
     merged.num_noised_modules = max(before.num_noised_modules, state.num_noised_modules)
     recorder.restore(merged)
 
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"worker{rank}.json"
-
-
-def _grouped(lists: Iterable[list[_Sums]], key: Callable[[_Sums], Hashable]) -> list[_Sums]:
-    """Merge the sums with equal keys over all lists, in the order of first appearance."""
-    groups: dict[Hashable, list[_Sums]] = {}
-    for sums in lists:
-        for entry in sums:
-            groups.setdefault(key(entry), []).append(entry)
-    return [merged(group) for group in groups.values()]
 
 
 def _merged_sync(syncs: Sequence[WeightSync]) -> WeightSync:
@@ -203,7 +186,7 @@ def _phase_differences(first: RecorderState, other: RecorderState) -> list[str]:
 def _call_differences(first: RecorderState, other: RecorderState) -> list[str]:
     """Compare the noised calls of each operator per pass, which must be equal on all workers."""
     passes = [{phase.phase: phase.forwards for phase in state.phases} for state in (first, other)]
-    cells = [{(cell.phase, cell.operator, cell.layer): cell for cell in state.cells} for state in (first, other)]
+    cells = [{cell.place: cell for cell in state.cells} for state in (first, other)]
     problems = []
     for place in dict.fromkeys([*cells[0], *cells[1]]):
         phase, operator, layer = place
@@ -238,7 +221,7 @@ def _sync_differences(first: RecorderState, other: RecorderState, per_worker_dra
                 problems.append(
                     f"AQN step {ours.step}: {name} is {_short(found[name])}, {_short(expected[name])} on worker 0"
                 )
-    if not per_worker_draws and first.weight_factors != other.weight_factors:
+    if not per_worker_draws and first.weight_cells != other.weight_cells:
         problems.append("AQN: the factors measured on the norms differ from those on worker 0")
     return problems
 

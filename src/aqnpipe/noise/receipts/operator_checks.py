@@ -12,7 +12,8 @@ from aqnpipe.config.noise import (
     requested_size,
 )
 from aqnpipe.noise.receipts.own_error_checks import own_error_problems
-from aqnpipe.noise.receipts.receipt_content import NoiseCell, PhaseRecord, ReceiptContent
+from aqnpipe.noise.receipts.receipt_content import ReceiptContent
+from aqnpipe.noise.receipts.rows import NoiseCell, PhaseRecord
 
 _LISTED_CONTRADICTIONS = 8
 _PRODUCTS = ("linear", "mm", "mv", "bmm", "_grouped_mm")
@@ -76,9 +77,9 @@ def _noise_where_none_was_requested(receipt: ReceiptContent) -> list[str]:
         ):
             problems.append(f"{record.phase}: {record.noised_calls} operator calls were noised, none were requested")
         # Of modules that should have no noise, also where only some layers have it.
-        if record.reference_check_difference != 0.0:
+        if record.reference.largest_difference != 0.0:
             problems.append(
-                f"{record.phase}: operators differ from plain torch by {record.reference_check_difference:.3g}, "
+                f"{record.phase}: operators differ from plain torch by {record.reference.largest_difference:.3g}, "
                 "no noise was requested"
             )
     return problems
@@ -189,10 +190,10 @@ def _module_noise_missing(receipt: ReceiptContent) -> list[str]:
     if noise is None:
         return []
     return [
-        f"{record.phase}: module noise reached {record.modules_noised} of {receipt.num_noised_modules} modules"
+        f"{record.phase}: module noise reached {len(record.modules)} of {receipt.num_noised_modules} modules"
         for record in receipt.phases
         if _is_requested(noise, record.phase)
-        and (record.modules_noised != receipt.num_noised_modules or not receipt.num_noised_modules)
+        and (len(record.modules) != receipt.num_noised_modules or not receipt.num_noised_modules)
     ]
 
 
@@ -202,8 +203,8 @@ def _noise_of_wrong_size(receipt: ReceiptContent) -> list[str]:
     contradicted = {record.phase for record in receipt.phases if record.contradictions}
     for cell in receipt.cells:
         error = _requested_error(receipt, cell)
-        if error is None or (cell.error, cell.requested) != (error.kind, requested_size(error)):
-            problems.append(f"{cell.where}: noised with {cell.error} {cell.requested:g}, which was not requested")
+        if error is None or (cell.kind, cell.requested) != (error.kind, requested_size(error)):
+            problems.append(f"{cell.where}: noised with {cell.kind} {cell.requested:g}, which was not requested")
         elif cell.phase not in contradicted:
             problems += cell.problems()
     without_size = [cell for cell in receipt.cells if cell.is_zero]
@@ -267,10 +268,10 @@ def _reference_check_problems(receipt: ReceiptContent) -> list[str]:
     for record in receipt.phases:
         if record.phase == "backward" or not record.forwards:
             continue
-        if not record.reference_checked_elements:
+        if not record.reference.elements:
             problems.append(f"{record.phase}: no operator output was compared with plain torch")
             continue
         quantizes = _only_quantizes(receipt, record.phase) and _has_noised_parts(receipt, record.phase)
-        if quantizes and record.reference_check_scale == 0:
+        if quantizes and record.reference.scale == 0:
             problems.append(f"{record.phase}: outputs do not differ from plain torch, fake_quantization was requested")
     return problems

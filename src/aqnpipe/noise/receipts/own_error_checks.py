@@ -7,7 +7,8 @@ import math
 
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, Phase
 from aqnpipe.config.own_noise import OwnError
-from aqnpipe.noise.receipts.receipt_content import NoiseCell, ReceiptContent, left_by_rounding
+from aqnpipe.noise.receipts.receipt_content import ReceiptContent
+from aqnpipe.noise.receipts.rows import NoiseCell, left_by_rounding
 
 
 def own_error_problems(receipt: ReceiptContent) -> list[str]:
@@ -40,7 +41,7 @@ def _size_problems(error: OwnError, phase: Phase, cells: list[NoiseCell]) -> lis
         for values in ([(cell, cell.measured) for cell in cells], [(cell, cell.rounding) for cell in cells])
     )
     is_lost = error.sizes[0] > 0 and not left_by_rounding(error.sizes[0], rounding)
-    if not is_lost and not any(cell.changed_elements for cell in cells):
+    if not is_lost and not any(cell.changed for cell in cells):
         return [f"{phase}: {error.function} changed none of {sum(cell.elements for cell in cells):,} elements"]
     low, high = error.sizes
     # Rounding adds its own error to a large one, and removes one that is smaller than half the spacing of numbers.

@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -16,23 +17,22 @@ from aqnpipe.config.noise import (
 )
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import is_rms_norm, layer_of, matrices_sha256, norms_sha256, weight_of
-from aqnpipe.noise.receipts.assembly import gradient_flow, noise_cell, phase_record, place_of, weight_cell
 from aqnpipe.noise.receipts.mismatches import mismatches
 from aqnpipe.noise.receipts.passes import PassRow, RequiredPasses, pass_problems
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import FaultCell, WeightSync
-from aqnpipe.noise.receipts.recorder_state import (
-    AuditSums,
-    CellSums,
-    FactorSums,
-    GradientSums,
-    PhaseSums,
+from aqnpipe.noise.receipts.receipt_content import TABLES, RecorderState
+from aqnpipe.noise.receipts.rounding import FloatArray
+from aqnpipe.noise.receipts.rows import (
+    FaultCell,
+    GradientFlow,
+    NoiseCell,
+    PhaseRecord,
     RatioSums,
-    RecorderState,
     ReferenceSums,
+    WeightCell,
+    WeightSync,
     merged,
 )
-from aqnpipe.noise.receipts.rounding import FloatArray
 from aqnpipe.noise.schedule import sigma_at
 
 _CellKey = tuple[Phase, str, int | None]
@@ -70,10 +70,14 @@ class ReceiptRecorder:
         self._expected_phases = expected_phases
         self._num_layers = num_layers
         self._num_norms = num_norms
-        self._cells: dict[_CellKey, CellSums] = {}
-        self._phases: dict[Phase, PhaseSums] = {}
+        # The tables, by the place of each row.
+        self._cells: dict[_CellKey, NoiseCell] = {}
+        self._phases: dict[Phase, PhaseRecord] = {}
+        self._fault_cells: dict[tuple[Phase, int], FaultCell] = {}
+        self._gradient_flows: dict[int, GradientFlow] = {}
+        self._weight_cells: dict[tuple[Phase, int | None], WeightCell] = {}
+        self._passes: dict[tuple[Phase, int], PassRow] = {}
         self._required_passes = tuple(required_passes)
-        self._rows: dict[tuple[Phase, int], PassRow] = {}
         self._noised_in_backward: set[int | None] = set()
         self._num_steps = num_steps
         self._num_epochs = num_epochs
@@ -84,12 +88,9 @@ class ReceiptRecorder:
         self._layer_factors = dict(layer_factors) if layer_factors is not None else None
         self._num_noised_modules = 0
         self._hidden: list[tuple[int, Tensor, Tensor]] = []
-        self._faults: dict[tuple[Phase, int], FaultCell] = {}
-        self._gradients: dict[int, GradientSums] = {}
         self._foreign_faults: set[str] = set()
         self._mismatches: set[str] = set()
         self._weight_syncs: list[WeightSync] = []
-        self._weight_factors: dict[tuple[Phase, int | None], FactorSums] = {}
         # Tensors stay on their device until `settle` reads them all.
         self._changed: dict[_CellKey, list[Tensor]] = defaultdict(list)
         self._affected: dict[tuple[Phase, int], list[Tensor]] = defaultdict(list)
@@ -132,7 +133,7 @@ class ReceiptRecorder:
     def note_passes(self, row: PassRow) -> None:
         """Add passes of a phase in a step. Of an evaluation the table of answers says that every question was read."""
         if row.phase != "evaluation":
-            self._rows.setdefault(row.place, PassRow(*row.place)).add(row)
+            self._passes.setdefault(row.place, PassRow(*row.place)).add(row)
 
     def count_backward(self, step: int) -> None:
         """Note a backward pass, and in how many parts of the model gradients had an error."""
@@ -195,7 +196,7 @@ class ReceiptRecorder:
         """Note one noised operator or module call on `elements` elements."""
         cell = self._cells.get((phase, operator, layer))
         if cell is None:
-            cell = CellSums(phase, operator, layer, error, RatioSums(quantity_of(error)))
+            cell = NoiseCell(phase, operator, layer, error, RatioSums(quantity_of(error)))
             self._cells[phase, operator, layer] = cell
         cell.calls += 1
         cell.elements += elements
@@ -215,28 +216,28 @@ class ReceiptRecorder:
 
     def audited_kinds(self, phase: Phase) -> set[str]:
         """Return the kinds of forwards that have been observed as a whole in `phase`."""
-        return set(self._phases[phase].audit.whole) if phase in self._phases else set()
+        return set(self._phases[phase].audited_whole) if phase in self._phases else set()
 
     def recomputed_numbers(self, phase: Phase) -> int:
         """Return the number of elements whose noise was recomputed in `phase`."""
-        return self._phases[phase].audit.numbers if phase in self._phases else 0
+        return self._phases[phase].recomputed_numbers if phase in self._phases else 0
 
     def lacks_whole_audit(self, phase: Phase, kind: str) -> bool:
         """Return whether no forward of this kind has been observed as a whole in `phase`, from its start to its end."""
-        return kind not in self._phase(phase).audit.whole
+        return kind not in self._phase(phase).audited_whole
 
     def note_whole_audit(self, phase: Phase, kind: str) -> None:
         """Note that a forward of this kind has been observed as a whole."""
-        self._phase(phase).audit.whole.add(kind)
+        self._phase(phase).audited_whole.add(kind)
 
     def count_audit(self, phase: Phase, kind: str, number: int = 1) -> None:
         """Note observed passes of a kind."""
-        passes = self._phase(phase).audit.passes
+        passes = self._phase(phase).audited_passes
         passes[kind] = passes.get(kind, 0) + number
 
     def count_classified(self, phase: Phase, operations: int) -> None:
         """Note operations that an audit classified."""
-        self._phase(phase).audit.classified += operations
+        self._phase(phase).classified += operations
 
     def add_audit(
         self,
@@ -248,14 +249,14 @@ class ReceiptRecorder:
     ) -> None:
         """Add the result of comparisons with recomputed values, and with plain torch."""
         if numbers or contradictions or reference.elements:
-            found = AuditSums(
-                numbers=numbers,
+            found = PhaseRecord(
+                phase,
+                recomputed_numbers=numbers,
                 largest_deviation=largest_deviation,
                 contradictions=dict(contradictions),
                 reference=reference,
             )
-            sums = self._phase(phase)
-            sums.audit = merged([sums.audit, found])
+            self._phases[phase] = merged([self._phase(phase), found])
 
     def requested_sigma(self, step: int, target: int | str) -> float:
         """Return the sigma that AQN's schedule requests at `step` for a decoder layer, or a norm by its name."""
@@ -322,12 +323,12 @@ class ReceiptRecorder:
 
         `channels`: mask [channels] of the faulty ones; `changed`: mask of the elements that the fault changed.
         """
-        sums = self._faults.get((phase, number))
+        sums = self._fault_cells.get((phase, number))
         if sums is None:
             sums = FaultCell(
                 fault=number, phase=phase, num_channels=len(channels), num_faulty_channels=int(channels.sum())
             )
-            self._faults[phase, number] = sums
+            self._fault_cells[phase, number] = sums
         sums.calls += 1
         sums.elements += changed.numel()
         self._affected[phase, number].append(changed.sum())
@@ -339,7 +340,7 @@ class ReceiptRecorder:
         """
         zeroed = (arrived != 0) & (passed == 0)
         squares = arrived.double().square()
-        self._gradients.setdefault(number, GradientSums(number)).calls += 1
+        self._gradient_flows.setdefault(number, GradientFlow(number)).calls += 1
         self._flows[number].append(
             torch.stack(
                 [
@@ -355,7 +356,7 @@ class ReceiptRecorder:
     def fault_counts(self, phase: Phase) -> tuple[int, int]:
         """Return (elements, affected elements) over all faults in `phase` so far."""
         self.settle()
-        faults = [sums for (when, _), sums in self._faults.items() if when == phase]
+        faults = [sums for (when, _), sums in self._fault_cells.items() if when == phase]
         return sum(sums.elements for sums in faults), sum(sums.affected_elements for sums in faults)
 
     @property
@@ -367,20 +368,20 @@ class ReceiptRecorder:
         """Note one redraw of AQN noise."""
         self._weight_syncs.append(sync)
 
-    def measure_sigma_factor(self, measured: FactorSums) -> None:
+    def measure_sigma_factor(self, measured: WeightCell) -> None:
         """Add the sums of (added noise / scheduled sigma)^2 over the elements of one target."""
-        before = self._weight_factors.get(measured.place)
-        self._weight_factors[measured.place] = measured if before is None else merged([before, measured])
+        before = self._weight_cells.get(measured.place)
+        self._weight_cells[measured.place] = measured if before is None else merged([before, measured])
 
     def settle(self) -> None:
         """Sum the kept samples, so that memory stays constant over a long run."""
         for key, counts in self._changed.items():
             self._cells[key].changed += sum(int(count) for count in counts)
         for place, counts in self._affected.items():
-            self._faults[place].affected_elements += sum(int(count) for count in counts)
+            self._fault_cells[place].affected_elements += sum(int(count) for count in counts)
         for number, flows in self._flows.items():
             for flow in flows:
-                self._gradients[number].add(flow.tolist())
+                self._gradient_flows[number].add(flow.tolist())
         self._changed.clear()
         self._affected.clear()
         self._flows.clear()
@@ -389,17 +390,13 @@ class ReceiptRecorder:
         """Return a copy of all measurements so far. Call it between phases, because `restore` restores sums only."""
         self.refuse_stray_hidden_noise()
         self.settle()
+        tables: dict[str, Any] = {name: list(getattr(self, f"_{name}").values()) for name in TABLES}
         return copy.deepcopy(
             RecorderState(
-                cells=list(self._cells.values()),
-                phases=list(self._phases.values()),
-                faults=list(self._faults.values()),
-                gradients=list(self._gradients.values()),
+                **tables,
                 foreign_faults=self._foreign_faults,
                 mismatches=self._mismatches,
-                passes=list(self._rows.values()),
                 weight_syncs=self._weight_syncs,
-                weight_factors=list(self._weight_factors.values()),
                 num_noised_modules=self._num_noised_modules,
                 keys=sorted(self._keys) if not self._num_steps else [],
             )
@@ -408,15 +405,11 @@ class ReceiptRecorder:
     def restore(self, state: RecorderState) -> None:
         """Continue from `state` and drop all measurements so far."""
         state = copy.deepcopy(state)
-        self._cells = {(cell.phase, cell.operator, cell.layer): cell for cell in state.cells}
-        self._phases = {sums.phase: sums for sums in state.phases}
-        self._faults = {(sums.phase, sums.fault): sums for sums in state.faults}
-        self._gradients = {sums.fault: sums for sums in state.gradients}
+        for name in TABLES:
+            setattr(self, f"_{name}", {row.place: row for row in getattr(state, name)})
         self._foreign_faults = state.foreign_faults
         self._mismatches = state.mismatches
-        self._rows = {row.place: row for row in state.passes}
         self._weight_syncs = state.weight_syncs
-        self._weight_factors = {sums.place: sums for sums in state.weight_factors}
         self._num_noised_modules = state.num_noised_modules
         self._keys = set(state.keys)
         self._changed.clear()
@@ -432,26 +425,23 @@ class ReceiptRecorder:
 
     def receipt(self, steps_done: int | None = None) -> Receipt:
         """Return the receipt of everything recorded so far, of a run that has made `steps_done` steps (None: all)."""
-        self.refuse_stray_hidden_noise()
-        self.settle()
+        state = self.state()
         steps = self._num_steps if steps_done is None else steps_done
-        missed = pass_problems(self._required_passes, self._rows, self._noised_parts(), steps)
+        missed = pass_problems(self._required_passes, self._passes, self._noised_parts(), steps)
         return Receipt(
             operator_noise=self.requested.operator_noise,
             module_noise=self.requested.module_noise,
             aqn=self.requested.aqn,
             expected_phases=self._expected_phases,
-            phases=tuple(phase_record(sums) for sums in self._phases.values()),
-            cells=tuple(noise_cell(cell) for cell in sorted(self._cells.values(), key=place_of)),
+            phases=tuple(state.phases),
+            cells=tuple(sorted(state.cells, key=_order)),
             faults=self.requested.faults,
-            fault_cells=tuple(copy.copy(self._faults[place]) for place in sorted(self._faults)),
-            gradient_flows=tuple(
-                gradient_flow(sums) for _, sums in sorted(self._gradients.items(), key=lambda item: item[0])
-            ),
-            foreign_faults=tuple(sorted(self._foreign_faults)),
-            mismatches=(*sorted(self._mismatches), *missed),
-            weight_syncs=tuple(self._weight_syncs),
-            weight_cells=tuple(weight_cell(sums) for sums in self._weight_factors.values()),
+            fault_cells=tuple(sorted(state.fault_cells, key=lambda cell: cell.place)),
+            gradient_flows=tuple(sorted(state.gradient_flows, key=lambda flow: flow.fault)),
+            foreign_faults=tuple(sorted(state.foreign_faults)),
+            mismatches=(*sorted(state.mismatches), *missed),
+            weight_syncs=tuple(state.weight_syncs),
+            weight_cells=tuple(state.weight_cells),
             layer_factors=self._layer_factors,
             num_steps=self._num_steps,
             num_epochs=self._num_epochs,
@@ -473,8 +463,13 @@ class ReceiptRecorder:
         with_gradients = noised.intersection(set().union(*needing)) if needing else noised
         return {phase: len(with_gradients if phase == "backward" else noised) for phase in noise.phases}
 
-    def _phase(self, phase: Phase) -> PhaseSums:
+    def _phase(self, phase: Phase) -> PhaseRecord:
         sums = self._phases.get(phase)
         if sums is None:
-            sums = self._phases[phase] = PhaseSums(phase)
+            sums = self._phases[phase] = PhaseRecord(phase)
         return sums
+
+
+def _order(cell: NoiseCell) -> tuple[str, bool, int, str]:
+    """Return the sort key of a cell: phase, layer (outside the layers last), operator."""
+    return cell.phase, cell.layer is None, cell.layer or 0, cell.operator
