@@ -1,10 +1,16 @@
 """`aqnpipe verify`: every file is compared with its record, and damage is one line each."""
 
+import os
+import shutil
+
 import pytest
 from typer.testing import CliRunner
 
+from aqnpipe.artifacts.durable_files import digests_of
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.retention import REMOVED_WEIGHTS_FILE, RemovedWeights
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.loading import describe_model
@@ -17,7 +23,7 @@ CHECKPOINT = "runs/base/E5/seed0/checkpoints/step2"
 
 @pytest.fixture
 def results(tmp_path, make_model):
-    """Results of two jobs: a table, and a run with a checkpoint."""
+    """Results of two jobs, a table and a run with a checkpoint, and a prepared model."""
     folder = tmp_path / "results"
     (folder / "eval").mkdir(parents=True)
     (folder / "eval" / "table.parquet").write_bytes(b"answers")
@@ -25,11 +31,23 @@ def results(tmp_path, make_model):
     make_model().save_pretrained(checkpoint)
     build_tokenizer().save_pretrained(checkpoint)
     write_prepared_model(checkpoint, describe_model(checkpoint, "base/E5 seed 0 step 2"))
-    (folder / "runs/base/E5/seed0/run.json").write_text("{}")
+    shutil.copytree(checkpoint, folder / "models/base")
+    run = folder / "runs/base/E5/seed0"
+    record = RunRecord(
+        stage="train", identity={}, config={}, code_digest="", inputs_sha256={}, versions={}, device="cpu",
+        outputs_sha256=digests_of(run),
+    )  # fmt: skip
+    write_json(run / "run.json", record)
     for name in ("eval/table.parquet", "runs/base/E5/seed0/run.json"):
-        outputs = {name: sha256_of_file(folder / name)}
-        write_json(folder / "jobs" / f"{name}.json", JobRecord(parameters="", script=None, inputs={}, outputs=outputs))
+        write_record(folder, name)
     return folder
+
+
+def write_record(results, name, inputs=(), **changes):
+    """Write the record of a job that read `inputs` and wrote `name`."""
+    digests = [{each: sha256_of_file(results / each) for each in names} for names in (inputs, [name])]
+    record = JobRecord(parameters="", script=None, inputs=digests[0], outputs=digests[1])
+    write_json(results / "jobs" / f"{name}.json", record.model_copy(update=changes))
 
 
 def run(results, *options):
@@ -62,7 +80,7 @@ def test_damaged_weights_are_found_and_their_run_is_made_again_after_repair(resu
     weights.write_bytes(content)
     code, lines = run(results, "--repair")
     assert code == 1
-    assert lines[0].startswith(f"{CHECKPOINT}/aqnpipe_model.json: its weights files changed after they were written")
+    assert lines[0] == f"{CHECKPOINT}/model.safetensors: changed after it was written (SHA-256 differs)"
     assert lines[1] == "verify: 1 damaged or missing files; removed; start the workflow again to make them"
     assert not (results / "jobs/runs/base/E5/seed0/run.json.json").exists()
     assert (results / "jobs/eval/table.parquet.json").exists()
@@ -77,12 +95,75 @@ def test_a_damaged_record_is_a_line_and_goes_with_repair(results):
 
 def test_a_file_that_a_job_read_needs_the_record_of_the_job_that_wrote_it(results):
     """Files of the study's own folders and files outside of the results have none."""
-    read = {"eval/table.parquet": "1", "config/published.yaml": "2"}
-    record = JobRecord(parameters="", script=None, inputs=read, outputs={})
-    write_json(results / "jobs" / "claims.json.json", record)
+    (results / "claims.json").write_text("{}")
+    (results / "config").mkdir()
+    (results / "config/published.yaml").write_text("")
+    write_record(results, "claims.json", ["eval/table.parquet", "config/published.yaml"])
     assert run(results)[0] == 0
     (results / "jobs/eval/table.parquet.json").unlink()
     assert run(results)[1][0] == "eval/table.parquet: the record of the job that wrote it is gone"
+
+
+def test_a_file_that_was_changed_with_its_record_is_not_what_the_next_job_read(results):
+    (results / "claims.json").write_text("{}")
+    write_record(results, "claims.json", ["eval/table.parquet"])
+    (results / "eval/table.parquet").write_bytes(b"better answers")
+    write_record(results, "eval/table.parquet")
+    assert run(results)[1][0] == "claims.json: made from another eval/table.parquet than the one that is there"
+
+
+@pytest.mark.parametrize("name", ["../precious", "/tmp/precious"])
+def test_a_record_that_names_a_file_elsewhere_is_none_and_the_file_stays(results, name):
+    precious = results / name
+    precious.write_text("precious")
+    write_record(results, "eval/table.parquet", outputs={"eval/table.parquet": "0", name: "0"})
+    line = f"jobs/eval/table.parquet.json: no valid record of a job: it names {name}, which is not in the results"
+    assert run(results, "--repair")[1][0] == line
+    assert precious.read_text() == "precious"
+    precious.unlink()
+
+
+def test_a_record_without_its_own_output_is_none(results):
+    write_record(results, "eval/table.parquet", outputs={})
+    assert run(results)[1][0].endswith("no valid record of a job: it does not name eval/table.parquet")
+
+
+def test_files_of_a_checkpoint_that_are_gone_or_exchanged_are_found(results):
+    (results / CHECKPOINT / "aqnpipe_model.json").unlink()
+    (results / CHECKPOINT / "config.json").write_text("{}")
+    assert sorted(run(results)[1][:2]) == [
+        f"{CHECKPOINT}/aqnpipe_model.json: missing",
+        f"{CHECKPOINT}/config.json: changed after it was written (SHA-256 differs)",
+    ]
+
+
+def test_weights_that_the_study_removed_are_not_missing(results):
+    weights = results / CHECKPOINT / "model.safetensors"
+    removed = RemovedWeights(keep="last", files_sha256={weights.name: sha256_of_file(weights)}, untrained=False)
+    write_json(results / CHECKPOINT / REMOVED_WEIGHTS_FILE, removed)
+    weights.unlink()
+    assert run(results)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["eval/table.parquet", "jobs/eval/table.parquet.json"])
+def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_a_line(results, name):
+    (results / name).unlink()
+    os.mkfifo(results / name)
+    assert run(results)[1][0].startswith(f"{name}: ")
+    (results / name).unlink()
+    (results / name).mkdir()
+    assert run(results, "--repair")[1][0].startswith(f"{name}: ")
+    assert (results / name).is_dir()
+
+
+def test_a_damaged_prepared_model_is_found(results):
+    (results / "models/base/config.json").write_text("{}")
+    assert run(results)[1][0].startswith("models/base/aqnpipe_model.json: its config files changed")
+
+
+def test_a_name_with_control_characters_is_one_line(results):
+    (results / "jobs/a\nb\x1b.json").write_text("{}")
+    assert run(results)[1][0] == "jobs/a\\nb\\x1b.json: no valid record of a job"
 
 
 def test_what_is_being_written_and_other_studies_are_not_looked_at(results):

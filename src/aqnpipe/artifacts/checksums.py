@@ -30,6 +30,9 @@ def with_checksum(content: bytes) -> bytes:
 def read_verified(path: Path) -> bytes:
     """Return the bytes of `path`; DataError if the file is missing, unreadable, or fails its checksum."""
     try:
+        if path.exists() and not path.is_file():
+            # A pipe would be waited for, a device read without end.
+            raise DataError(f"{path}: is no regular file")
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error

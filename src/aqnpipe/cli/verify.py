@@ -1,12 +1,15 @@
 """`aqnpipe verify`: compare every file of a study's results with the record of what was written."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from aqnpipe.errors import ConfigError, DataError, ModelError
+from aqnpipe.errors import ConfigError, DataError, ModelError, printable
+
+if TYPE_CHECKING:
+    from aqnpipe.runtime.job_records import JobRecord
 
 _DAMAGED = 1
 
@@ -30,83 +33,121 @@ def verify(
     Prints a line per damaged or missing file, and ends with exit code 1 if there is one. The workflow makes such files
     again; a model whose weights are damaged, and what must not be read until then, after --repair.
     """
-    records = sorted((results / "jobs").rglob("*.json"))
-    if not records:
+    paths = sorted((results / "jobs").rglob("*.json"))
+    if not paths:
         raise ConfigError(f"{results}: no records in jobs/, expected the results folder of a study")
-    files, damages = _damages_of_jobs(records, results)
-    models = _models(results)
+    records, damages = _records(paths, results)
+    damages += [*_damages_of_files(records, results), *_damages_of_runs(records, results)]
+    models = _prepared_models(results)
     damages += [damage for model in models for damage in _damage_of_model(model, results)]
+    files = sum(len(record.outputs) for record in records.values())
     for damage in damages:
-        typer.echo(f"{damage.path}: {damage.what}")
+        typer.echo(printable(f"{damage.path}: {damage.what}"))
     if not damages:
-        typer.echo(f"verify: {files} files of {len(records)} jobs and {len(models)} models are as they were written")
+        typer.echo(f"verify: {files} files of {len(paths)} jobs and {len(models)} models are as they were written")
         return
     if repair:
-        for damage in damages:
-            damage.path.unlink(missing_ok=True)
-            damage.record.unlink(missing_ok=True)
+        for path in {path for damage in damages for path in (damage.path, damage.record)}:
+            # A folder in the place of a file is for its owner to remove.
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
     done = "removed; start" if repair else "start"
     typer.echo(f"verify: {len(damages)} damaged or missing files; {done} the workflow again to make them")
     raise typer.Exit(_DAMAGED)
 
 
-def _models(results: Path) -> list[Path]:
-    """Return the folders of the models that a study made; not what a killed job left half written."""
-    from aqnpipe.artifacts.files import RESULT_FOLDERS, STAGED
-    from aqnpipe.models.prepared import PREPARED_MODEL_FILE
-
-    return [
-        path.parent
-        for folder in RESULT_FOLDERS
-        for path in sorted((results / folder).rglob(PREPARED_MODEL_FILE))
-        if not any(part.endswith(STAGED) for part in path.parts)
-    ]
-
-
-def _damages_of_jobs(records: Sequence[Path], results: Path) -> tuple[int, list[Damage]]:
-    """Return the number of files that jobs wrote, and those that are damaged, by the records of the jobs."""
-    from aqnpipe.artifacts.files import RESULT_FOLDERS, read_json
-    from aqnpipe.artifacts.provenance import sha256_of_file
+def _records(paths: Sequence[Path], results: Path) -> tuple[dict[Path, "JobRecord"], list[Damage]]:
+    """Return the records of jobs by their files, and those that are none: edited, or of files elsewhere."""
+    from aqnpipe.artifacts.files import read_json
     from aqnpipe.runtime.job_records import JobRecord
 
-    damages: list[Damage] = []
-    outputs: dict[str, tuple[str | None, Path]] = {}
-    inputs: set[str] = set()
-    for path in records:
+    records, damages = dict[Path, JobRecord](), list[Damage]()
+    for path in paths:
         try:
             record = read_json(path, JobRecord)
         except DataError:
             damages.append(Damage(path, "no valid record of a job", path))
             continue
-        outputs |= {name: (digest, path) for name, digest in record.outputs.items()}
-        inputs |= {name for name in record.inputs if Path(name).parts[0] in RESULT_FOLDERS}
+        # It is named after an output of its job.
+        own = str(path.relative_to(results / "jobs")).removesuffix(".json")
+        outside = [name for name in record.outputs if Path(name).is_absolute() or ".." in Path(name).parts]
+        if outside or own not in record.outputs:
+            what = f"names {outside[0]}, which is not in the results" if outside else f"does not name {own}"
+            damages.append(Damage(path, f"no valid record of a job: it {what}", path))
+        else:
+            records[path] = record
+    return records, damages
+
+
+def _damages_of_files(records: Mapping[Path, "JobRecord"], results: Path) -> Iterator[Damage]:
+    """Yield files that are not as a job wrote them, or as the jobs that read them found them."""
+    from aqnpipe.artifacts.files import RESULT_FOLDERS
+
+    outputs = {name: (digest, path) for path, record in records.items() for name, digest in record.outputs.items()}
     for name, (digest, path) in outputs.items():
-        file = results / name
-        if not file.is_file():
-            damages.append(Damage(file, "missing", path))
-        elif sha256_of_file(file) != digest:
-            damages.append(Damage(file, "changed after it was written (SHA-256 differs)", path))
-    # Jobs read it, so a job wrote it.
-    unknown = sorted(inputs - outputs.keys())
-    damages += [
-        Damage(results / name, "the record of the job that wrote it is gone", results / name) for name in unknown
+        yield from _damage(results / name, digest, path)
+    for path, record in records.items():
+        first = next(iter(record.outputs))
+        for name, digest in record.inputs.items():
+            if name in outputs and outputs[name][0] != digest:
+                yield Damage(results / first, f"made from another {name} than the one that is there", path)
+            elif name not in outputs and Path(name).parts[0] in RESULT_FOLDERS:
+                # Jobs read it, so a job wrote it.
+                yield Damage(results / name, "the record of the job that wrote it is gone", results / name)
+
+
+def _damages_of_runs(records: Mapping[Path, "JobRecord"], results: Path) -> Iterator[Damage]:
+    """Yield files of training runs, such as those of checkpoints, that are not as the record of the run says."""
+    from aqnpipe.artifacts.files import read_json
+    from aqnpipe.artifacts.lineage import has_digest
+    from aqnpipe.artifacts.retention import read_removed
+    from aqnpipe.artifacts.runs import RunRecord
+
+    of_jobs = {str(results / name) for record in records.values() for name in record.outputs}
+    runs = [
+        (results / name, path)
+        for path, record in records.items()
+        for name, digest in record.outputs.items()
+        if Path(name).name == "run.json" and has_digest(results / name, digest)
     ]
-    return len(outputs), damages
+    for run, path in runs:
+        try:
+            written = read_json(run, RunRecord).outputs_sha256
+        except DataError:
+            yield Damage(run, "no valid record of a run", path)
+            continue
+        for below, digest in ((run.parent / name, digest) for name, digest in written.items()):
+            removed = read_removed(below.parent)
+            if str(below) not in of_jobs and (removed is None or below.name not in removed.files_sha256):
+                yield from _damage(below, digest, path)
+
+
+def _damage(file: Path, digest: str | None, record: Path) -> Iterator[Damage]:
+    from aqnpipe.artifacts.provenance import sha256_of_file
+
+    if not file.is_file():
+        yield Damage(file, "found no regular file" if file.exists() else "missing", record)
+    elif sha256_of_file(file) != digest:
+        yield Damage(file, "changed after it was written (SHA-256 differs)", record)
+
+
+def _prepared_models(results: Path) -> list[Path]:
+    """Return the folders of the models that a study prepared; not what a killed job left half written."""
+    from aqnpipe.artifacts.files import STAGED
+    from aqnpipe.models.prepared import PREPARED_MODEL_FILE
+
+    found = (path.parent for path in sorted((results / "models").rglob(PREPARED_MODEL_FILE)))
+    return [folder for folder in found if not any(part.endswith(STAGED) for part in folder.parts)]
 
 
 def _damage_of_model(folder: Path, results: Path) -> Iterator[Damage]:
-    from aqnpipe.artifacts.retention import why_weights_are_gone
+    """Yield the damage of a prepared model, whose record has one digest of all its weights."""
     from aqnpipe.models.loading import refuse_damaged
     from aqnpipe.models.prepared import PREPARED_MODEL_FILE
 
-    if why_weights_are_gone(folder):
-        return
     try:
         refuse_damaged(folder)
     except ModelError as error:
-        # The record of the job that made the model: of the model itself, or of the run that a checkpoint belongs to.
-        inside = folder.relative_to(results)
-        places = [results / "jobs" / parent for parent in (inside, *inside.parents)]
-        records = (record for place in places for record in sorted(place.glob("*.json")))
+        places = results / "jobs" / folder.relative_to(results)
         file = folder / PREPARED_MODEL_FILE
-        yield Damage(file, str(error).partition(": ")[2], next(records, file))
+        yield Damage(file, str(error).partition(": ")[2], next(iter(sorted(places.glob("*.json"))), file))

@@ -11,6 +11,7 @@ import atexit
 import hashlib
 import json
 import os
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -58,10 +59,12 @@ class FileDigests:
         self._is_new = False
 
     def __call__(self, path: str) -> str | None:
-        """Return the digest of a file; None if there is none."""
+        """Return the digest of a file; None if there is none, or something else in its place."""
         try:
             at = os.stat(path)
         except FileNotFoundError:
+            return None
+        if not stat.S_ISREG(at.st_mode):
             return None
         # Programs can set a file's other times, but not that of its last change (ctime).
         stamp = [at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns]
