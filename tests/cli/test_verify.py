@@ -1,5 +1,6 @@
 """`aqnpipe verify`: every file is compared with its record, and damage is one line each."""
 
+import errno
 import os
 import shutil
 
@@ -12,10 +13,11 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.retention import REMOVED_WEIGHTS_FILE, RemovedWeights
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.cli.main import app
-from aqnpipe.errors import ConfigError
+from aqnpipe.errors import ConfigError, DataError, RunLockedError
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.models.tokenizer import build_tokenizer
+from aqnpipe.runtime.file_lock import FileLock
 from aqnpipe.runtime.job_records import JobRecord
 
 CHECKPOINT = "runs/base/E5/seed0/checkpoints/step2"
@@ -159,6 +161,30 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_a_line(results, name):
 def test_a_damaged_prepared_model_is_found(results):
     (results / "models/base/config.json").write_text("{}")
     assert run(results)[1][0].startswith("models/base/aqnpipe_model.json: its config files changed")
+
+
+def test_results_that_a_process_works_on_are_not_repaired(results):
+    (results / "eval/table.parquet").unlink()
+    (results / "logs").mkdir()
+    with FileLock(results / "logs/study.lock") as lock:
+        assert lock.acquire()
+        with pytest.raises(RunLockedError, match="works on this study"):
+            run(results, "--repair")
+        assert (results / "jobs/eval/table.parquet.json").exists()
+        assert run(results)[0] == 1
+    assert run(results, "--repair")[1][-1].endswith("removed; start the workflow again to make them")
+
+
+def test_a_file_of_another_user_is_no_damage(results, monkeypatch):
+    """As root every file can be read."""
+
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("aqnpipe.artifacts.provenance.sha256_of_file", refused)
+    with pytest.raises(DataError, match=r"table\.parquet: cannot be read \(Permission denied\)"):
+        run(results, "--repair")
+    assert (results / "eval/table.parquet").exists()
 
 
 def test_a_name_with_control_characters_is_one_line(results):

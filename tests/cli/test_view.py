@@ -99,6 +99,13 @@ def test_other_users_of_the_machine_lack_the_token(get):
             assert "Set-Cookie" not in headers
 
 
+@pytest.mark.parametrize("other", ['{"x":1}', "q", "a b=c d", 'w="', "ü=1"])
+def test_cookies_of_other_programs_on_this_machine_do_not_hide_the_token(get, other):
+    own = f"aqnpipe-view-{get.address[1]}={get.token}"
+    for cookie in (f"{other}; {own}", f"{own};{other}"):
+        assert get("/", Cookie=cookie.encode())[0] == 200
+
+
 def test_the_printed_address_opens_every_page(get):
     status, headers, body = get(f"/?token={get.token}", Cookie="")
     assert (status, headers["Location"], body) == (303, "/", "")

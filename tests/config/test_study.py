@@ -257,13 +257,22 @@ def test_results_are_not_in_folders_that_snakemake_would_misread(config, folder)
         load_study(config | {"results_dir": folder})
 
 
-@pytest.mark.parametrize("folder", ["workflow", "workflow/rules", "/etc/x", "/usr/lib/results"])
+@pytest.mark.parametrize(
+    "folder", ["workflow", "workflow/rules", "config", "src/results", "/etc/x", "/usr/lib/results"]
+)
 def test_results_are_not_among_files_of_the_workflow_or_the_system(config, folder):
-    with pytest.raises(
-        ConfigError, match=r"results_dir: found .*, a folder of the (workflow|system), expected another"
-    ):
+    with pytest.raises(ConfigError, match=r"results_dir: found .*, a folder of the (project|system), expected another"):
         load_study(config | {"results_dir": folder})
     load_study(config | {"results_dir": f"my_{folder.strip('/')}"})
+
+
+def test_results_behind_a_link_are_not_among_files_of_the_system(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linked").symlink_to("/etc")
+    (tmp_path / "disk").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"results_dir: found 'linked/x', a folder of the system"):
+        load_study(config | {"results_dir": "linked/x", "arms_file": str(ROOT / "config" / "arms.yaml")})
+    load_study(config | {"results_dir": "disk/x", "arms_file": str(ROOT / "config" / "arms.yaml")})
 
 
 PUBLISHED_STUDIES = [path for path in STUDY_FILES if "weight_decay" in path.read_text()]

@@ -1,5 +1,6 @@
 """YAML files of users: numbers as written in any language, strict types, and files that extend each other."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,15 @@ def test_numbers_have_no_leading_zeros(tmp_path):
             read_yaml_file(path)
         with pytest.raises(ConfigError, match=r"--config: found .* without leading zeros"):
             typed_scalars({"a": [number]})
+
+
+def test_a_pipe_that_nobody_writes_is_no_file(tmp_path):
+    """What a shell gives for <(command) is one too, and is read."""
+    os.mkfifo(tmp_path / "x.yaml")
+    with pytest.raises(ConfigError, match=r"x\.yaml: found a pipe, socket or device, expected a file"):
+        read_yaml_file(tmp_path / "x.yaml")
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as file:
+        file.write("a: 1")
+    assert read_yaml_file(Path(f"/dev/fd/{reader}")) == {"a": 1}
+    os.close(reader)

@@ -33,9 +33,16 @@ def verify(
     Prints a line per damaged or missing file, and ends with exit code 1 if there is one. The workflow makes such files
     again; a model whose weights are damaged, and what must not be read until then, after --repair.
     """
-    paths = sorted((results / "jobs").rglob("*.json"))
+    try:
+        paths = sorted((results / "jobs").rglob("*.json"))
+    except OSError as error:
+        raise ConfigError(f"{results}: cannot be read ({error.strerror})") from error
     if not paths:
         raise ConfigError(f"{results}: no records in jobs/, expected the results folder of a study")
+    if repair:
+        from aqnpipe.runtime.study_lock import hold_results
+
+        hold_results(str(results))
     records, damages = _records(paths, results)
     damages += [*_damages_of_files(records, results), *_damages_of_runs(records, results)]
     models = _prepared_models(results)
@@ -127,7 +134,13 @@ def _damage(file: Path, digest: str | None, record: Path) -> Iterator[Damage]:
 
     if not file.is_file():
         yield Damage(file, "found no regular file" if file.exists() else "missing", record)
-    elif sha256_of_file(file) != digest:
+        return
+    try:
+        found = sha256_of_file(file)
+    except OSError as error:
+        # That is no damage, and nothing to repair.
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+    if found != digest:
         yield Damage(file, "changed after it was written (SHA-256 differs)", record)
 
 

@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import socketserver
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -60,6 +59,8 @@ def view(
 class ViewServer(http.server.ThreadingHTTPServer):
     """Serves on a port of 127.0.0.1, or on a Unix socket. Requests need `token`: other users reach the port too."""
 
+    request_queue_size = 128
+
     def __init__(self, address: int | Path, handler: type[http.server.BaseHTTPRequestHandler]) -> None:
         self.token = secrets.token_urlsafe(24)
         self._made: Path | None = None
@@ -74,6 +75,7 @@ class ViewServer(http.server.ThreadingHTTPServer):
         if self.address_family != socket.AF_UNIX:
             super().server_bind()
             return
+        _remove_if_nobody_listens(Path(str(self.server_address)))
         before = os.umask(_READ_BY_ITS_OWNER)
         try:
             socketserver.TCPServer.server_bind(self)
@@ -86,6 +88,17 @@ class ViewServer(http.server.ThreadingHTTPServer):
         super().server_close()
         if self._made is not None:
             self._made.unlink(missing_ok=True)
+
+
+def _remove_if_nobody_listens(path: Path) -> None:
+    """Remove the socket of a server that was killed."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
+        try:
+            tried.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
 
 
 def open_server(results: Path, address: int | Path, scorer: str | None, language: Literal["en", "zh"]) -> ViewServer:
@@ -121,6 +134,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """
 
     server: ViewServer
+    # Of an idle connection, which keeps a thread.
+    timeout = 10
     pages: Any
     report: Path
     server_version, sys_version = "aqnpipe", ""
@@ -168,11 +183,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return f"{self._cookie_name}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
 
     def _token_of_cookie(self) -> str:
-        try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
-        except CookieError:
-            return ""
-        return found.value if found is not None else ""
+        # One by one: a browser sends those of all programs on this machine, and some are not as the standard says.
+        cookies = (each.strip().partition("=") for each in self.headers.get("Cookie", "").split(";"))
+        return next((value for name, _, value in cookies if name == self._cookie_name), "")
 
     def _answer(self, status: int, body: str, kind: str, policy: str = "default-src 'none'", **headers: str) -> None:
         content = body.encode("utf-8", "replace")

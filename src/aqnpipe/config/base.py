@@ -1,6 +1,9 @@
 """The base class of all configuration models, and the type of names that become folders and wildcards."""
 
+import os
 import re
+import stat
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -32,6 +35,17 @@ def _not_periodic(name: str) -> str:
 
 Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN, max_length=128), AfterValidator(_not_periodic)]
 """A name that is used as a folder name and as a wildcard of the workflow."""
+
+
+def is_pipe_or_device(path: Path) -> bool:
+    """Return whether reading `path` may never end: a pipe, socket or device, but not what a shell gives a command."""
+    if str(path).startswith(("/dev/fd/", "/dev/std", "/proc/")):
+        return False
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 class FrozenModel(BaseModel):

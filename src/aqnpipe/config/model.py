@@ -2,7 +2,6 @@
 
 import json
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, is_pipe_or_device
 from aqnpipe.errors import ModelError
 
 BuiltinModel = Literal["tiny", "tiny-large", "tiny-comparison"]
@@ -181,11 +180,10 @@ def refuse_odd_file(path: Path, most_bytes: int | None = _MOST_BYTES) -> None:
         raise ModelError(f"{path}: found a folder, expected a file")
     if path.is_symlink() and not path.exists():
         raise ModelError(f"{path}: found a link to nothing, expected a file")
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
+    if is_pipe_or_device(path):
         raise ModelError(f"{path}: found a pipe, socket or device, expected a file")
-    if most_bytes is not None and status.st_size > most_bytes:
-        raise ModelError(f"{path}: {status.st_size:,} bytes, expected at most {most_bytes:,}")
+    if most_bytes is not None and (size := path.stat().st_size) > most_bytes:
+        raise ModelError(f"{path}: {size:,} bytes, expected at most {most_bytes:,}")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ _MOST_STEPS = 10_000_000
 _MOST_EVALUATIONS = 1_000_000
 
 
+_PROJECT_FOLDERS = frozenset(("config", "profiles", "src", "workflow"))
 _SYSTEM_FOLDERS = frozenset(("bin", "boot", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr"))
 
 
@@ -103,8 +104,11 @@ class _SharedSettings(FrozenModel):
                 f"results_dir: found {self.results_dir!r}, expected a folder below this one or an absolute path"
             )
         # Jobs delete their outputs before they run.
-        if parts[0] == "workflow" or (parts[0] == "/" and parts[1] in _SYSTEM_FOLDERS):
-            owner = "workflow" if parts[0] == "workflow" else "system"
+        target = Path(self.results_dir).resolve()
+        is_here = target.is_relative_to(Path.cwd())
+        is_of_system = not is_here and not _SYSTEM_FOLDERS.isdisjoint(target.parts[1:2])
+        if parts[0] in _PROJECT_FOLDERS or is_of_system:
+            owner = "system" if is_of_system else "project"
             raise ValueError(f"results_dir: found {self.results_dir!r}, a folder of the {owner}, expected another one")
         return self
 

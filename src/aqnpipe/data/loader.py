@@ -7,6 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
+from aqnpipe.config.base import is_pipe_or_device
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LmEvalDataset, LocalDataset, Split
 from aqnpipe.data.columns import questions_and_answers, shown
 from aqnpipe.data.generated import generate_problems, normalise_question
@@ -101,6 +102,8 @@ def _read_file(path: Path, config: LocalDataset) -> pl.DataFrame:
         raise DataError(
             f"data set {path}: found a file {path.suffix or 'without a suffix'}, expected {', '.join(_FORMATS)}"
         )
+    if is_pipe_or_device(path):
+        raise DataError(f"{path}: found a pipe, socket or device, expected a file")
     try:
         table = _READERS[path.suffix](path)
     except (pl.exceptions.PolarsError, OSError) as error:

@@ -20,6 +20,7 @@ from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.base import is_pipe_or_device
 from aqnpipe.config.evaluation import OWN_SCORER, Scorer, scorer_column
 from aqnpipe.config.evaluation_noise import numbered_levels
 from aqnpipe.errors import DataError, first_line
@@ -230,6 +231,8 @@ def _last_checkpoints(results: Path) -> Iterator[Checkpoint]:
             continue
         found = Checkpoint(place[1], place[2], int(place[3]), int(place[4]), path)
         key = (found.model, found.arm, found.seed)
+        if is_pipe_or_device(path):
+            raise DataError(f"{path}: found a pipe, socket or device, expected a file")
         if key not in latest or latest[key].step < found.step:
             latest[key] = found
     yield from latest.values()
@@ -238,7 +241,7 @@ def _last_checkpoints(results: Path) -> Iterator[Checkpoint]:
 def _collect(rows: pl.LazyFrame) -> pl.DataFrame:
     try:
         return rows.collect()
-    except pl.exceptions.PolarsError as error:
+    except (pl.exceptions.PolarsError, OSError) as error:
         raise DataError(f"an evaluation cannot be read ({first_line(error)}); make it again") from error
 
 

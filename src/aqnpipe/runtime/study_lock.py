@@ -51,12 +51,21 @@ def recover_study(results: str, snakemake: Path = SNAKEMAKE) -> str | None:
 
 def hold_study(results: str, snakemake: Path = SNAKEMAKE) -> None:
     """Hold the study's lock until this process ends; RunLockedError names the process that already holds it."""
-    for path in (_in_results(results), _beside_snakemake(results, snakemake)):
-        lock = _open(path)
-        if not lock.acquire():
-            raise RunLockedError(f"{results}: {lock.describe_holder()} works on this study")
-        lock.record_holder()
-        # Never closed: the kernel frees the lock when the process ends.
+    hold_results(results)
+    _hold(results, _beside_snakemake(results, snakemake))
+
+
+def hold_results(results: str) -> None:
+    """Hold the lock in the results alone; otherwise as `hold_study`."""
+    _hold(results, _in_results(results))
+
+
+def _hold(results: str, path: Path) -> None:
+    lock = _open(path)
+    if not lock.acquire():
+        raise RunLockedError(f"{results}: {lock.describe_holder()} works on this study")
+    lock.record_holder()
+    # Never closed: the kernel frees the lock when the process ends.
 
 
 def _reset_future_times(results: Path) -> None:
