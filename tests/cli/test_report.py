@@ -1,6 +1,7 @@
 """`aqnpipe report`: compare and report on an unfinished study."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.cli.main import app
 from aqnpipe.comparison import stage
-from aqnpipe.errors import DataError
+from aqnpipe.errors import ConfigError, DataError
 
 PUBLISHED = Path(__file__).parents[2] / "config" / "published.yaml"
 
@@ -53,6 +54,20 @@ def test_existing_evaluations_are_reported_and_missing_ones_named(unfinished, wi
     assert verdicts["baseline-vs-pretrained@0"] == "supported"
     assert "base/E5 seed 1 step 60" in Path("results/partial/report.html").read_text()
     assert read_json(Path("results/partial/published.json"), PublishedCheck).claims
+
+
+def test_what_is_of_no_report_is_not_replaced(unfinished, with_lineage):
+    for _ in range(2):
+        CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
+    mine = Path("results/partial/mine.txt")
+    mine.write_text("mine")
+    with pytest.raises(ConfigError, match=r"partial/mine\.txt: is of no report, and .*partial is replaced"):
+        CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
+    assert mine.read_text() == "mine"
+    shutil.rmtree("results/partial")
+    Path("results/partial").write_text("mine")
+    with pytest.raises(ConfigError, match="partial: found a file"):
+        CliRunner().invoke(app, ["report", "study.yaml"], catch_exceptions=False)
 
 
 def test_nothing_is_written_where_the_study_writes(unfinished, with_lineage):

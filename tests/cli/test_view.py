@@ -144,6 +144,14 @@ def test_a_socket_is_readable_by_its_owner_alone(results, tmp_path):
     assert not path.exists()
 
 
+def test_the_socket_of_a_server_that_was_killed_is_replaced(results, tmp_path):
+    path = tmp_path / "view.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    open_server(results, path, None, "en").server_close()
+    assert not path.exists()
+
+
 def test_no_address_reaches_a_file(get):
     for path in ("/../../etc/passwd", "/eval/base/E5/seed0/step60.parquet", "/claims.json", "/question/../claims.json"):
         status, _, body = get(path)

@@ -9,6 +9,7 @@ import typer
 
 from aqnpipe.cli.front_door import open_study
 from aqnpipe.config.plan import StudyPlan
+from aqnpipe.errors import ConfigError
 
 PARTIAL = "partial"
 """Folder in the results for reports on what exists; in place of the final report they would stop the study."""
@@ -62,5 +63,15 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
             loss_studies=tuple(made if made.exists() else path for path, made in losses.items()),
         )
         build_report(plan.study, found, ReportOutputs.in_folder(folder))
+        _refuse_other_files(target, {path.name for path in folder.iterdir()})
     yield f"compare: {len(evaluations)} of {plan.num_evaluations} evaluations exist"
     yield f"report: {ReportOutputs.in_folder(target).html}"
+
+
+def _refuse_other_files(target: Path, written: set[str]) -> None:
+    """Raise ConfigError for what no such report wrote: the folder is replaced as a whole."""
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target}: found a file, expected nothing or an earlier report on what exists")
+    found = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    for name in sorted(found - written - {"published.json", "loss_study"}):
+        raise ConfigError(f"{target / name}: is of no report, and {target} is replaced; move it elsewhere")
