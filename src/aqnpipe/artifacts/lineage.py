@@ -10,11 +10,6 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord
 
 
-def digests_of_outputs(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return the SHA-256 of each output of a stage by name, for its record; the files are written before the record."""
-    return {name: sha256_of_file(path) for name, path in files.items()}
-
-
 def record_problems(
     record: RunRecord,
     *,

@@ -22,8 +22,8 @@ from aqnpipe.artifacts.comparisons import (
     RobustnessTable,
 )
 from aqnpipe.artifacts.files import read_json, write_csv, write_json, write_table
-from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.artifacts.looks import ClaimAtLook, LookFile
+from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.aa_controls import aa_control_rates
 from aqnpipe.comparison.answer import answer_of
@@ -159,7 +159,7 @@ def compare(
             missing=missing_evaluations(study, set(loaded)),
             answer=answer_of(claims, rows, decided, comparison_ids(study.comparisons()), settings.power),
             looks=tuple(looks),
-            tables_sha256=digests_of_outputs(
+            tables_sha256=sha256_of_files(
                 {
                     path.name: path
                     for path in (outputs.accuracy, outputs.comparisons, outputs.robustness, outputs.differences)

@@ -9,7 +9,7 @@ from aqnpipe.artifacts.files import atomic_path, read_json, read_table, write_js
 from aqnpipe.artifacts.lineage import has_digest
 from aqnpipe.diagnosis.stage import LAYERS_FILE, VERDICT_FILE
 from aqnpipe.errors import DataError
-from aqnpipe.models.loading import sha256_of
+from aqnpipe.models.loading import weights_sha256
 
 
 def import_diagnosis(
@@ -33,7 +33,7 @@ def import_diagnosis(
         raise DataError(f"{verdict}: does not say of which weights it is, expected a diagnosis of a study")
     if not has_digest(layers, origin.layers_sha256):
         raise DataError(f"{layers}: not from the same diagnosis as {verdict} (SHA-256 differs)")
-    weights = sha256_of(sorted(model_dir.glob("*.safetensors")))
+    weights = weights_sha256(model_dir)
     if origin.weights_sha256 != weights:
         raise DataError(
             f"{verdict}: a diagnosis of weights {origin.weights_sha256[:12]} (model {origin.model} there), expected "

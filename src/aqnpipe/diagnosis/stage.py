@@ -26,7 +26,7 @@ from aqnpipe.diagnosis.scored_texts import ScoredText, texts_of_problems
 from aqnpipe.diagnosis.sensitivity_estimate import with_sensitivity
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError, ModelError
-from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
+from aqnpipe.models.loading import load_model, load_tokenizer, weights_sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +76,7 @@ def diagnose(
     origin = DiagnosisOrigin(
         model=names[0],
         machine=names[1],
-        weights_sha256=sha256_of(sorted(model_dir.glob("*.safetensors"))),
+        weights_sha256=weights_sha256(model_dir),
         layers_sha256=sha256_of_file(output_dir / LAYERS_FILE),
         device=found.label if machine.device is not None else None,
     )

@@ -11,10 +11,9 @@ import torch
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
-from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.artifacts.measured_errors import evaluation_with_figures
 from aqnpipe.artifacts.problems import ProblemTable
-from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
+from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, sha256_of_files, versions
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.model import read_model_config
@@ -29,7 +28,7 @@ from aqnpipe.evaluation.local_runner import local_shard_runner
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, shards_of
 from aqnpipe.evaluation.task_evaluation import evaluate_task
 from aqnpipe.generation.backend import Completion
-from aqnpipe.models.loading import load_tokenizer, refuse_removed, sha256_of
+from aqnpipe.models.loading import load_tokenizer, refuse_removed, weights_sha256
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 
 
@@ -188,14 +187,14 @@ def pass_summary(rows: pl.DataFrame, primary: str) -> str:
 
 
 def _digests_of_outputs(outputs: EvaluationOutputs) -> dict[str, str]:
-    return digests_of_outputs({"table": outputs.table, "receipt": outputs.receipt})
+    return sha256_of_files({"table": outputs.table, "receipt": outputs.receipt})
 
 
 def _digests_of_inputs(model_dir: Path, test_problems: Path, train_problems: Path | None) -> dict[str, str]:
     digests = {"test_problems": sha256_of_file(test_problems)}
     if train_problems is not None:
         digests["train_problems"] = sha256_of_file(train_problems)
-    return digests | {"weights": sha256_of(sorted(model_dir.glob("*.safetensors")))}
+    return digests | {"weights": weights_sha256(model_dir)}
 
 
 def _record(

@@ -4,15 +4,15 @@ The checkpoint is loaded once. Each pass runs the whole task under its noise. Wh
 question, and graded a second time from what is stored; a grade that differs from the harness's ends the evaluation.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digests
+from aqnpipe.artifacts.provenance import short_digest
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.graders import graders_of, pairs
 from aqnpipe.data.harness_task import HarnessTask, question_id, task_manager
@@ -181,10 +181,6 @@ class _TaskRun:
         """Return a digest of the log-likelihoods of every question, which another noise would change; none of texts."""
         if not self._task.is_choice:
             return ()
-        return tuple(_digests(rows["response"].to_list()))
-
-
-def _digests(responses: list[str]) -> Iterator[str]:
-    for response in responses:
-        values = [value for _, value, _ in json.loads(response)]
-        yield hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
+        return tuple(
+            short_digest([value for _, value, _ in json.loads(response)], 8) for response in rows["response"].to_list()
+        )

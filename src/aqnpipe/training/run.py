@@ -31,7 +31,7 @@ from aqnpipe.device import local_device_index, resolve_device, torch_device
 from aqnpipe.errors import ConfigError, NoRewardError, ReceiptError, RunInterruptedError, WorkerError
 from aqnpipe.generation.rollout_engines import RolloutEngine
 from aqnpipe.models.layout import is_mixture_of_experts
-from aqnpipe.models.loading import load_tokenizer, sha256_of
+from aqnpipe.models.loading import load_tokenizer, weights_sha256
 from aqnpipe.models.sharding import shard_model
 from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_receipt, read_measurements
 from aqnpipe.noise.receipts.receipt import Receipt
@@ -181,7 +181,7 @@ def _build_trainer(
     device = resolve_device(spec.device).kind
     if spec.training.parallelism == "fsdp":
         shard_model(model, torch.device(torch_device(device, local_device_index(device))))
-    weights = sha256_of(sorted(inputs.model.glob("*.safetensors"))) if inputs.sigmas else None
+    weights = weights_sha256(inputs.model) if inputs.sigmas else None
     plan = build_noise_plan(spec, model, inputs.sigmas, weights)
     guard = BreakdownGuard(run_label(spec), spec.training)
     audit = TrainingAudit(

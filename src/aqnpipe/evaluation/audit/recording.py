@@ -1,18 +1,14 @@
 """Observes a batch and makes its facts: the one place where the audit meets the generation of an evaluation."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.evaluation.audit.decoding_again import compute_again, is_generated
 from aqnpipe.evaluation.audit.facts import AgainFacts, BatchFacts, Choice, Finding, audit_number, requested_choice
 from aqnpipe.evaluation.audit.observation import Observation
-from aqnpipe.evaluation.audit.weights import combined, digests_in_memory
+from aqnpipe.evaluation.audit.weights import combined, digests_in_memory, tensor_digest
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
 
@@ -58,7 +54,7 @@ class ObservedBatch:
             rows=rows,
             noise_key=seen.noise_key,
             special_tokens=self.generator.special_tokens,
-            first_logits="" if seen.first_logits is None else _digest(seen.first_logits),
+            first_logits="" if seen.first_logits is None else tensor_digest(seen.first_logits, 6),
             dtype=seen.dtype,
             attention=seen.attention,
             autocast=seen.autocast,
@@ -142,8 +138,3 @@ def _trial(spec: EvaluationSpec, place: BatchPlace) -> Sampling | None:
     is_first = (place.noise_level, place.noise_seed, place.step) == (*passes[0], 0)
     has_clean_pass = not spec.faults and any(level == 0 for level, _ in passes)
     return Sampling(max_response_tokens=_TRIAL_TOKENS) if is_first and not has_clean_pass else None
-
-
-def _digest(logits: Tensor) -> str:
-    content = logits.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(content, digest_size=6).hexdigest()
