@@ -11,9 +11,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from aqnpipe.artifacts.diagnoses import FaultKind, LocatedFault
+from aqnpipe.artifacts.diagnoses import FaultBits, FaultKind, LocatedFault, TilePlace
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check, Mismatch, differs
-from aqnpipe.diagnosis.fault_bits import fault_bits, tile_place, wrong_calls
 from aqnpipe.diagnosis.locate import Suspect
 from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
 
@@ -31,6 +30,10 @@ _NOT_COUNTED = ("chain", "monomial")
 
 _ROUNDINGS = 4.0
 """Tolerance of explanations in roundings: both the fault and its difference from the expected value are rounded."""
+
+_TILE_WIDTHS = (16, 32, 64, 128)
+"""Widths of the tiles of matrix units, in channels."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def classify(suspect: Suspect, all_checks: Sequence[Check]) -> LocatedFault:
 
 def _calls(evidence: Sequence[Check], all_checks: Sequence[Check]) -> tuple[int, int]:
     """Return the wrong and all compared calls, without weights in memory, of which no module is called."""
-    wrong = sum(wrong_calls(c.mismatch) for c in evidence if c.mismatch and c.probe not in CHECKSUM_PROBES)
+    wrong = sum(_wrong_calls(c.mismatch) for c in evidence if c.mismatch and c.probe not in CHECKSUM_PROBES)
     shown = (c for c in all_checks if c.probe not in CHECKSUM_PROBES and (c.mismatch or c.probe not in _OF_ITSELF))
     return wrong, sum(check.calls for check in shown)
 
@@ -245,3 +248,49 @@ def _in_words(evidence: Sequence[Check], num_channels: int) -> str:
     is_nan = any(bool(check.mismatch.observed.isnan().any()) for check in evidence if check.mismatch)
     deviation = "some values are NaN" if is_nan else f"largest relative deviation {worst.deviation:.3g}"
     return f"{num_channels} of {evidence[0].num_channels} channels are wrong ({probes}; {deviation})"
+
+
+def fault_bits(mismatch: Mismatch) -> FaultBits | None:
+    """Return the bits of the wrong values; None if no wrong value was kept."""
+    wrong = differs(mismatch.expected, mismatch.observed)
+    if not wrong.any():
+        return None
+    expected, observed = _words(mismatch.expected[wrong], mismatch), _words(mismatch.observed[wrong], mismatch)
+    flipped = expected ^ observed
+    width = mismatch.dtype.itemsize * 8
+    counts = {bit: int(((flipped >> bit) & 1).sum()) for bit in range(width)}
+    return FaultBits(
+        expected=_hex(expected[0], width),
+        observed=_hex(observed[0], width),
+        xor_mask=_hex(flipped[0], width),
+        flipped={bit: count for bit, count in counts.items() if count},
+        values=len(flipped),
+    )
+
+
+def tile_place(channels: Sequence[int], num_channels: int) -> TilePlace | None:
+    """Return the smallest tile width with which the channels are periodic; None without a period of at least two."""
+    found = set(channels)
+    for width in _TILE_WIDTHS:
+        offsets = {channel % width for channel in found}
+        every = {channel for channel in range(num_channels) if channel % width in offsets}
+        if num_channels >= 2 * width and len(offsets) < width and found == every:
+            return TilePlace(width=width, offsets=tuple(sorted(offsets)))
+    return None
+
+
+def _wrong_calls(mismatch: Mismatch) -> int:
+    """Return the number of calls with a wrong value."""
+    wrong = differs(mismatch.expected, mismatch.observed).any(1)
+    return sum(bool(part.any()) for part in wrong.chunk(mismatch.calls))
+
+
+def _words(values: Tensor, mismatch: Mismatch) -> Tensor:
+    """Return the bit patterns of float64 `values` in the dtype of the mismatch, as non-negative int64."""
+    words = values.to(mismatch.dtype).view(_INTEGERS[mismatch.dtype.itemsize]).long()
+    width = mismatch.dtype.itemsize * 8
+    return words & ((1 << width) - 1) if width < 64 else words
+
+
+def _hex(word: Tensor, width: int) -> str:
+    return f"0x{int(word) % (1 << width):0{width // 4}x}"

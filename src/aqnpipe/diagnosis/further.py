@@ -24,12 +24,12 @@ from aqnpipe.diagnosis.experts import EXPERT_SITE, experts_of, probe_experts
 from aqnpipe.diagnosis.gradients import LARGE as LARGE_OF_GRADIENTS
 from aqnpipe.diagnosis.gradients import SMALL as SMALL_OF_GRADIENTS
 from aqnpipe.diagnosis.gradients import probe_gradients
+from aqnpipe.diagnosis.linears import LAYERS_OF_LARGE, SMALL, probe_shape, rows_of_layer
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.reference import FEW_ROWS
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.router import ROUTER_SITE, probe_router, router_of
 from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
-from aqnpipe.diagnosis.shapes import LAYERS_OF_LARGE, SMALL, probe_shape, rows_of_layer
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
