@@ -5,7 +5,7 @@ import pytest
 from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
 from aqnpipe.artifacts.looks import ClaimAtLook
 from aqnpipe.artifacts.statements import statement
-from aqnpipe.comparison.answer import answer_of
+from aqnpipe.comparison.claims import answer_of
 from aqnpipe.config.analysis import ArmComparison
 from aqnpipe.report.claims import answer_text
 from aqnpipe.report.words import load_words

@@ -9,13 +9,13 @@ import time
 import pytest
 
 from aqnpipe.errors import DeviceError
-from aqnpipe.runtime.device_leases import lease_devices
+from aqnpipe.runtime.device_allocation import lease_devices
 
 # Takes leases repeatedly. While it holds a device it marks it with a folder; a folder cannot be created twice.
 COMPETITOR = """
 import sys, time
 from pathlib import Path
-from aqnpipe.runtime.device_leases import lease_devices
+from aqnpipe.runtime.device_allocation import lease_devices
 folder, count, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 for _ in range(rounds):
     with lease_devices(folder / "leases", "cuda", ["0", "1", "2"], count, 0.002) as taken:
@@ -29,7 +29,7 @@ for _ in range(rounds):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from aqnpipe.runtime.device_leases import lease_devices
+from aqnpipe.runtime.device_allocation import lease_devices
 with lease_devices(Path(sys.argv[1]), "npu", ["4", "5"], 2, 0.01) as taken:
     print(*taken, flush=True)
     time.sleep(60)

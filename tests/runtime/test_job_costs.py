@@ -7,8 +7,8 @@ import time
 import pytest
 
 from aqnpipe.report.inputs import read_cost
-from aqnpipe.runtime import job_costs
-from aqnpipe.runtime.job_costs import costs_file, measured_costs
+from aqnpipe.runtime import jobs
+from aqnpipe.runtime.jobs import costs_file, measured_costs
 
 BUSY = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
 
@@ -31,7 +31,7 @@ def test_time_memory_and_work_of_a_body(tmp_path):
 
 def test_the_work_of_other_processes_counts(tmp_path, monkeypatch):
     """Of one that is waited for, and of one that still runs at the end, as the workers of Ray do."""
-    monkeypatch.setattr(job_costs, "_SECONDS_BETWEEN_SAMPLES", 0.1)
+    monkeypatch.setattr(jobs, "_SECONDS_BETWEEN_SAMPLES", 0.1)
     before = read_after(tmp_path / "none.tsv")
     with measured_costs(tmp_path / "waited.tsv"):
         subprocess.run([sys.executable, "-c", BUSY], check=True)

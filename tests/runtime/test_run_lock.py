@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from aqnpipe.errors import RunLockedError
-from aqnpipe.runtime.run_lock import remove_scratch, run_lock
+from aqnpipe.runtime.file_lock import remove_scratch, run_lock
 
 
 def test_the_lock_is_exclusive_and_says_who_has_it(tmp_path):
@@ -26,7 +26,7 @@ def test_the_lock_is_exclusive_and_says_who_has_it(tmp_path):
 def test_a_dead_process_has_no_lock(tmp_path):
     code = (
         "import sys, os, pathlib\n"
-        "from aqnpipe.runtime.run_lock import run_lock\n"
+        "from aqnpipe.runtime.file_lock import run_lock\n"
         "with run_lock(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path], check=False).returncode == -9

@@ -17,8 +17,7 @@ from aqnpipe.artifacts.comparisons import RefusalKind
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, validate_tables
-from aqnpipe.artifacts.lineage import record_problems
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, record_problems
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.errors import DataError

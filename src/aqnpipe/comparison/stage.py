@@ -26,8 +26,14 @@ from aqnpipe.artifacts.looks import ClaimAtLook, LookFile
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.aa_controls import aa_control_rates
-from aqnpipe.comparison.answer import answer_of
-from aqnpipe.comparison.claims import statements_of
+from aqnpipe.comparison.claims import (
+    answer_of,
+    contrasts_at_looks,
+    judgement_at_look,
+    last_looks,
+    look_statement,
+    statements_of,
+)
 from aqnpipe.comparison.contrasts import (
     Checkpoint,
     Contrast,
@@ -43,7 +49,6 @@ from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, lo
 from aqnpipe.comparison.identity import comparison_ids, error_families
 from aqnpipe.comparison.judgement import Judgement, Tested, adjusted_tests, evidence_of, judge
 from aqnpipe.comparison.lineage import lineage_problems
-from aqnpipe.comparison.verdicts_at_looks import contrasts_at_looks, judgement_at_look, last_looks, look_statement
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study

@@ -1,7 +1,5 @@
 """Exact diagnosis: run every probe on every layer, and name the fault behind every wrong answer.
 
-Fit of a probe to the structure of a layer, found on a copy of the layer on the host.
-
 A probe expects something of the structure of a layer: that its output is the input plus two branches, or that a gate
 multiplies. Layers of other families do something else, and the probe then fails on every healthy device. A copy of the
 layer on the CPU, without hooks, decides which of the two it is: where the copy fails too, the probe does not fit. It is

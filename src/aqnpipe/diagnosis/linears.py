@@ -3,8 +3,7 @@
 Every answer but those of the monomial probe and of the running sums in 16 bits is exact in any order of summation, so
 every bit must agree.
 
-Linears with other numbers of rows: one (decode), few, as many as a prefill, and enough to fill a large device.
-
+Linears also run with other numbers of rows: one (decode), few, as many as a prefill, and enough to fill a large device.
 Libraries choose a kernel by the shape of the operands, and a fault of one shows in no other. Every linear runs with 1,
 4, 8 and 97 rows, the last an odd number beyond whole tiles. Larger batches take turns with the layers, from an offset
 that the seed sets, so that the cost is bounded and repeated runs with other seeds cover the rest.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor, nn
 
-from aqnpipe.artifacts.sensitivities import LayerSensitivity, Sensitivity
+from aqnpipe.artifacts.diagnoses import LayerSensitivity, Sensitivity
 from aqnpipe.config.noise import Fault, NoiseSpec
 from aqnpipe.data.scoring import is_correct
 from aqnpipe.diagnosis.capture import inference

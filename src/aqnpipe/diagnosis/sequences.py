@@ -7,11 +7,10 @@ test operands (see attention_kernel.py), everything else on what the model makes
 the residual stream, the way from one layer to the next, and from the last one to the logits, is recomputed on the host
 from its own terms, bit for bit (see ends_in_sequences.py for the ends).
 
-Between the modules of a layer: what attention and MLP read, and the sum that ends a mixture of experts.
-
-Every tensor that a block reads has to be one that the layer has read or written before, bit for bit: its input, the
-output of a norm, or the sum of its input and a branch. Which of them it is depends on the architecture, so the one that
-fits best is compared.
+So are the places between the modules of a layer: what attention and MLP read, and the sum that ends a mixture of
+experts. Every tensor that a block reads has to be one that the layer has read or written before, bit for bit: its
+input, the output of a norm, or the sum of its input and a branch. Which of them it is depends on the architecture, so
+the one that fits best is compared.
 """
 
 import itertools

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, LayerTable, Verdict
 from aqnpipe.artifacts.files import atomic_path, read_json, read_table, write_json, write_table, write_yaml
-from aqnpipe.artifacts.lineage import has_digest
 from aqnpipe.artifacts.measured_errors import measured_layer_errors
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.runs import has_digest
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule, SigmaStrategy
 from aqnpipe.config.model import Attention, Dtype

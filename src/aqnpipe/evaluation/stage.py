@@ -24,8 +24,7 @@ from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_id
 from aqnpipe.device import resolve_device
 from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.audit.judgement import Judge
-from aqnpipe.evaluation.local_runner import local_shard_runner
-from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, shards_of
+from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, local_shard_runner, shards_of
 from aqnpipe.evaluation.task_evaluation import evaluate_task
 from aqnpipe.generation.backend import Completion
 from aqnpipe.models.loading import load_tokenizer, refuse_removed, weights_sha256

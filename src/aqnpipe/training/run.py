@@ -1,11 +1,12 @@
 """One worker of a training run: builds the trainer with its data, noise and callbacks, trains, writes the results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import torch
 from datasets import Dataset
 from transformers import PrinterCallback
@@ -35,23 +36,44 @@ from aqnpipe.models.loading import load_tokenizer, weights_sha256
 from aqnpipe.models.sharding import shard_model
 from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_receipt, read_measurements
 from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
 from aqnpipe.training.checkpoints import CheckpointWriter
-from aqnpipe.training.distance_growth import growth_line, growth_of
-from aqnpipe.training.metrics import metrics_table
 from aqnpipe.training.noise_plan import NoisePlan, build_noise_plan
 from aqnpipe.training.policy import load_policy
 from aqnpipe.training.ranks import rank_and_size
 from aqnpipe.training.resume import ResumePoints
 from aqnpipe.training.rollout_backend import merges_adapters, open_rollouts
+from aqnpipe.training.sampler_distance import growth_line, growth_of
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 from aqnpipe.training.workspace import Workspace
 
 _EARLY_RECEIPTS = (1, 5)
 """Steps after which the receipt so far is checked."""
+
+_COLUMNS = {
+    "epoch": "epoch",
+    "reward_mean": "reward",
+    "reward_std": "reward_std",
+    "entropy": "entropy",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "clip_fraction": "clip_ratio/region_mean",
+    "response_tokens_mean": "completions/mean_length",
+    "truncated_fraction": "completions/clipped_ratio",
+    "logp_difference_mean": "sampler/logp_difference_mean",
+    "logp_difference_max": "sampler/logp_difference_max",
+    "sampler_kl": "sampler/kl",
+}
+_IMPORTANCE_RATIO = "sampling/importance_sampling_ratio/mean"
+_ROLLOUT_KEYS = (
+    *("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio"),
+    *("sampler/logp_difference_mean", "sampler/logp_difference_max", "sampler/kl"),
+)
+"""Quantities that the trainer logs once per batch of rollouts."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +126,7 @@ def run_worker(
         return
     if spec.num_steps not in trainer.validation_accuracy:
         raise ReceiptError(f"receipt refused: {run_label(spec)}: the last step, {spec.num_steps}, was not validated")
-    table = metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
+    table = _metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
     growth = growth_of(table, spec.training.steps_per_rollout)
     if growth is not None and growth.has_grown:
         say(f"{run_label(spec)}: {growth_line(growth)}")
@@ -290,3 +312,45 @@ def _validation(
         seed=spec.random_seed,
         stop_text=spec.prompt.stop_text,
     )
+
+
+def _metrics_table(
+    log_history: Iterable[Mapping[str, float]],
+    weight_syncs: Iterable[WeightSync],
+    validation_accuracy: Mapping[int, float],
+) -> pl.DataFrame:
+    """Return one row per optimiser step, with the columns of `artifacts.TrainingMetrics`.
+
+    Rewards, lengths, sigmas and the distance between sampler and actor of step N belong to the rollout that step N
+    learned from; several steps may share a rollout. Wall times are left out on purpose: the table must be reproducible.
+    """
+    syncs = {sync.step + 1: sync for sync in weight_syncs}
+    rows = []
+    sync: WeightSync | None = None
+    rollout: dict[str, float] = {}
+    for logged in log_history:
+        if "loss" not in logged:
+            continue
+        step = int(logged["step"])
+        sync = syncs.get(step, sync)
+        if "reward" in logged:
+            rollout = {key: logged[key] for key in (*_ROLLOUT_KEYS, _IMPORTANCE_RATIO) if key in logged}
+        entry = {**rollout, **logged}
+        rows.append(
+            {
+                "step": step,
+                **{column: float(entry[key]) for column, key in _COLUMNS.items()},
+                "kl": float(entry["kl"]) if "kl" in entry else None,
+                "importance_ratio_mean": entry.get(_IMPORTANCE_RATIO),
+                "sigma_requested": sync.sigma_requested if sync else 0.0,
+                "sigma_measured": sync.sigma_measured if sync else 0.0,
+                "validation_accuracy": validation_accuracy.get(step),
+            }
+        )
+    order = [
+        "step", "epoch", "reward_mean", "reward_std", "kl", "entropy", "loss", "grad_norm", "clip_fraction",
+        "response_tokens_mean", "truncated_fraction", "logp_difference_mean", "logp_difference_max", "sampler_kl",
+        "importance_ratio_mean", "sigma_requested", "sigma_measured", "validation_accuracy",
+    ]  # fmt: skip
+    schema_overrides = dict.fromkeys(("kl", "importance_ratio_mean", "validation_accuracy"), pl.Float64)
+    return pl.DataFrame(rows, schema_overrides=schema_overrides).select(order)

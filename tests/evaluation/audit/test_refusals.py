@@ -18,8 +18,7 @@ from aqnpipe.data.stage import prepare_data
 from aqnpipe.errors import AqnpipeError
 from aqnpipe.evaluation import shards
 from aqnpipe.evaluation.audit.expectation import Expectation
-from aqnpipe.evaluation.local_runner import local_shard_runner
-from aqnpipe.evaluation.shards import ShardRunner
+from aqnpipe.evaluation.shards import ShardRunner, local_shard_runner
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.generation import decoding, transformers_backend
 from aqnpipe.generation.kv_cache import InPlaceLayer
@@ -265,7 +264,7 @@ def install(monkeypatch, target, value):
     else:
         monkeypatch.setattr(shards, target, value)
         if target == "run_shard":
-            monkeypatch.setattr("aqnpipe.evaluation.local_runner.run_shard", value)
+            monkeypatch.setattr("aqnpipe.evaluation.shards.run_shard", value)
 
 
 def refused(run, tmp_path, cause, **settings):
@@ -383,19 +382,19 @@ def test_golds_of_another_table_are_refused(run, tmp_path, monkeypatch):
 
 
 def test_another_checkpoint_is_refused(run, tmp_path, monkeypatch):
-    from aqnpipe.evaluation import local_runner
+    from aqnpipe.evaluation import shards
 
-    opened = local_runner.open_generator
+    opened = shards.open_generator
     other = builtin_folder("tiny-comparison")
     monkeypatch.setattr(
-        local_runner, "open_generator", lambda generation, folder, *a, **k: opened(generation, other, *a, **k)
+        shards, "open_generator", lambda generation, folder, *a, **k: opened(generation, other, *a, **k)
     )
     refused(run, tmp_path, "in memory is not the weight of the checkpoint")
 
 
 def test_an_unobserved_backend_of_transformers_is_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "run_shard", lambda *args: replace(_run_shard(*args), facts=()))
-    monkeypatch.setattr("aqnpipe.evaluation.local_runner.run_shard", shards.run_shard)
+    monkeypatch.setattr("aqnpipe.evaluation.shards.run_shard", shards.run_shard)
     refused(run, tmp_path, "0 of 1 batches were observed")
 
 
@@ -405,7 +404,7 @@ def test_another_tokenizer_is_refused(run, tmp_path, monkeypatch):
         tokenizer.eos_token, tokenizer.pad_token = tokenizer.pad_token, tokenizer.eos_token
         return tokenizer
 
-    monkeypatch.setattr("aqnpipe.evaluation.local_runner.load_tokenizer", swapped)
+    monkeypatch.setattr("aqnpipe.evaluation.shards.load_tokenizer", swapped)
     refused(run, tmp_path, "the tokenizer of another model")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aqnpipe.training.audit.graph import reaches_around
+from aqnpipe.training.audit.loss import reaches_around
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from aqnpipe.models.shares import is_sharded
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit import grading
 from aqnpipe.training.audit.choices import ChoiceAudit, Decoding
-from aqnpipe.training.audit.graph import reaches_around
+from aqnpipe.training.audit.loss import reaches_around
 from aqnpipe.training.audit.measure import Errors, unobserved
 from aqnpipe.training.audit.rollouts import AuditedEngine, Questions, RolloutAudit
 from aqnpipe.training.audit.scoring import ScoringAudit
