@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicLayer
 
-from aqnpipe.generation.decoding import compacted, decode
-from aqnpipe.generation.grouped_attention import grouped_attention
+from aqnpipe.generation.decoding import compacted, decode, grouped_attention
 from aqnpipe.generation.kv_cache import BufferPool, InPlaceLayer
 
 PADDING, LIMIT = 0, 16

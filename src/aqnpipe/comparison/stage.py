@@ -44,10 +44,9 @@ from aqnpipe.comparison.contrasts import (
     checkpoint_name,
     refuse_bad_evaluation,
 )
-from aqnpipe.comparison.differences import difference_rows
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluations
 from aqnpipe.comparison.identity import comparison_ids, error_families
-from aqnpipe.comparison.judgement import Judgement, Tested, adjusted_tests, evidence_of, judge
+from aqnpipe.comparison.judgement import Judgement, Tested, adjusted_tests, difference_rows, evidence_of, judge
 from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan

@@ -17,8 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from aqnpipe.diagnosis.arithmetic import operand_bits
-from aqnpipe.diagnosis.reference import full_mantissas
+from aqnpipe.diagnosis.reference import full_mantissas, operand_bits
 
 KINDS = ("one-hot", "uniform", "ordinary", "range")
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aqnpipe.diagnosis.arithmetic import operand_bits
-from aqnpipe.diagnosis.reference import FLOAT32_EPS
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, operand_bits
 
 _SPARE = 1.25
 

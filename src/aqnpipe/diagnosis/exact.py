@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.again import Part, as_repeated, without_false_noise
-from aqnpipe.diagnosis.arithmetic import determinism_requested
 from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, Mismatch
 from aqnpipe.diagnosis.classify import Mark, classify, mark_of, most_informative
@@ -35,7 +34,7 @@ from aqnpipe.diagnosis.linears import product_bits
 from aqnpipe.diagnosis.locate import Evidence, mismatching, suspects
 from aqnpipe.diagnosis.patterns import exponent_ladder
 from aqnpipe.diagnosis.probes import LayerProber, norm_offset, subtracts_mean
-from aqnpipe.diagnosis.reference import LEAST_ROWS
+from aqnpipe.diagnosis.reference import LEAST_ROWS, determinism_requested
 from aqnpipe.diagnosis.repeats import repeat
 from aqnpipe.diagnosis.stored_weights import (
     compare_with_earlier,

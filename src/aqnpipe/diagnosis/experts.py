@@ -15,8 +15,15 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import accumulating_operands, selection, selection_weight
-from aqnpipe.diagnosis.reference import FEW_ROWS, FLOAT32_EPS, LEAST_ROWS, PRODUCT_BITS, full_mantissas, mantissa_bits
-from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.diagnosis.reference import (
+    FEW_ROWS,
+    FLOAT32_EPS,
+    LEAST_ROWS,
+    PRODUCT_BITS,
+    full_mantissas,
+    mantissa_bits,
+    substituted,
+)
 from aqnpipe.error_bounds import few_roundings
 
 EXPERT_SITE = "experts"

@@ -8,11 +8,9 @@ transposed differently.
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.arithmetic import operand_bits
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import accumulating_operands, integer_operands, selection, selection_weight
-from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas
-from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, operand_bits, substituted
 
 _NUM_TOKENS = 32
 SMALL = (1, _NUM_TOKENS)

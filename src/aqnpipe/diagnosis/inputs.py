@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from aqnpipe.diagnosis.arithmetic import operand_bits
 from aqnpipe.diagnosis.patterns import exponent_ladder, full_mantissa_square, latin_square
+from aqnpipe.diagnosis.reference import operand_bits
 
 
 class ProbeInputs:

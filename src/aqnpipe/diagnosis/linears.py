@@ -24,8 +24,7 @@ from aqnpipe.diagnosis.patterns import (
     selection,
     selection_weight,
 )
-from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits
-from aqnpipe.diagnosis.substitute import substituted, zero_bias
+from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits, substituted, zero_bias
 from aqnpipe.error_bounds import linear_bound, sum_bound
 from aqnpipe.seeding import keyed_generator
 

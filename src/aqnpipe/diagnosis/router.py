@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import cancelling_operands, mantissas, running_operands, selection_weight
-from aqnpipe.diagnosis.reference import FEW_ROWS, FLOAT32_EPS, LEAST_ROWS, PRODUCT_BITS, mantissa_bits
-from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.diagnosis.reference import FEW_ROWS, FLOAT32_EPS, LEAST_ROWS, PRODUCT_BITS, mantissa_bits, substituted
 from aqnpipe.error_bounds import TWO_ROUNDINGS, sum_bound
 
 ROUTER_SITE = "router"

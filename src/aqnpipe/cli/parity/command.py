@@ -7,8 +7,8 @@ import typer
 
 from aqnpipe.artifacts.parities import WITHIN_ROUNDING
 from aqnpipe.cli.diagnose.options import check_writable
-from aqnpipe.cli.given import given_options
 from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, parse_side
+from aqnpipe.cli.terminal import given_options
 from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.model import Attention
 from aqnpipe.errors import ConfigError
