@@ -150,8 +150,10 @@ class _ProductWatch(TorchFunctionMode):
 
     def __init__(self, noise: OperatorNoise, squares: Tensor) -> None:
         super().__init__()
-        self._names = _noised_functions(noise)
-        self._escaping = _escaping_functions(noise)
+        is_fused = noise.attention == "fused"
+        self._names = {**_PRODUCTS, **(_ATTENTION if is_fused else {})}
+        # Functions with a matrix product inside, where the noise cannot be put on the product alone.
+        self._escaping = {} if is_fused else _ATTENTION
         self._squares = squares
         self._part = 0
 
@@ -204,13 +206,3 @@ class _ProductWatch(TorchFunctionMode):
 
     def _add(self, part: int, output: Tensor, gradient: Tensor) -> None:
         self._squares[part] += (output.float() * gradient.float()).square().sum().double().cpu()
-
-
-def _noised_functions(noise: OperatorNoise) -> dict[_TorchFunction, str]:
-    """Return the torch functions whose results have noise, and a name for each."""
-    return {**_PRODUCTS, **(_ATTENTION if noise.attention == "fused" else {})}
-
-
-def _escaping_functions(noise: OperatorNoise) -> dict[_TorchFunction, str]:
-    """Return fused functions with a matrix product inside, where `noise` cannot be put on the product alone."""
-    return {} if noise.attention == "fused" else _ATTENTION

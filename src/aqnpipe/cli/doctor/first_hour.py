@@ -29,6 +29,7 @@ from aqnpipe.cli.doctor.checks import Check
 from aqnpipe.config.yaml_file import read_yaml_file
 from aqnpipe.device import Device, resolve_device
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.report.numbers import in_markdown_cell, markdown_table
 from aqnpipe.shipped import SHIPPED, SNAKEFILE
 
 PAGE = "first-hour.md"
@@ -243,5 +244,4 @@ def _page(attempt: Attempt, outcomes: Sequence[Outcome], machine: Sequence[Check
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(markdown_table(header, [list(map(in_markdown_cell, row)) for row in rows]))

@@ -2,11 +2,12 @@
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from aqnpipe.artifacts.checkpoints import CheckpointAccuracy, CheckpointComparison, RobustnessReport
 from aqnpipe.cli.terminal import aligned
 from aqnpipe.comparison.checkpoints import POWER
+from aqnpipe.report.numbers import in_markdown_cell, markdown_table
 
 TITLES = {
     "noise": "What noise costs each checkpoint",
@@ -20,9 +21,9 @@ def markdown_of(report: RobustnessReport) -> list[str]:
     """Return the report as lines of Markdown: accuracies, comparisons, and what they do not say."""
     lines = ["# Robustness to operator noise", "", f"{_setting(report)}.", ""]
     heading, *rows = _accuracies(report)
-    lines += _markdown_table(heading, rows)
+    lines += markdown_table(heading, _escaped(rows))
     for title, cells in _comparisons(report):
-        lines += ["", f"## {title}", "", *_markdown_table(_HEADINGS, cells)]
+        lines += ["", f"## {title}", "", *markdown_table(_HEADINGS, _escaped(cells))]
     return [*lines, "", *(f"- {note}" for note in report.notes), "", f"**{answer_of(report)}**"]
 
 
@@ -120,10 +121,5 @@ def _noise(level: float, name: str | None) -> str:
     return f"{100 * level:g} %" if name is None else name
 
 
-def _markdown_table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    lines = [heading, tuple("---" for _ in heading), *(tuple(map(_escaped, row)) for row in rows)]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
+def _escaped(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    return [list(map(in_markdown_cell, row)) for row in rows]
