@@ -2,9 +2,9 @@
 
 import pytest
 
+from aqnpipe.artifacts.base import statement
 from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
 from aqnpipe.artifacts.looks import ClaimAtLook
-from aqnpipe.artifacts.statements import statement
 from aqnpipe.comparison.claims import answer_of
 from aqnpipe.config.analysis import ArmComparison
 from aqnpipe.report.claims import answer_text

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aqnpipe.artifacts.base import Statement
 from aqnpipe.artifacts.comparisons import Claim, RefusalKind
-from aqnpipe.artifacts.statements import Statement
 from aqnpipe.comparison.claims import statements_of
 from aqnpipe.comparison.contrasts import Contrast, Scores, Side
 from aqnpipe.comparison.judgement import adjusted_tests, evidence_of, judge

@@ -6,7 +6,7 @@ import pytest
 from safetensors import SafetensorError
 
 from aqnpipe.errors import StorageError
-from aqnpipe.runtime.disk_errors import disk_errors
+from aqnpipe.runtime.jobs import disk_errors
 
 
 def test_a_full_disk_is_recognised_by_what_each_library_reports():

@@ -5,9 +5,8 @@ from typing import Literal, Optional
 import pandera.polars as pa
 from pydantic import Field
 
-from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.base import Artifact, Statement
 from aqnpipe.artifacts.looks import LookFile
-from aqnpipe.artifacts.statements import Statement
 from aqnpipe.config.analysis import ClaimRole
 
 

@@ -4,6 +4,7 @@ A job measures its time and memory itself. Snakemake's `benchmark:` follows the 
 another one for a job that starts warm.
 """
 
+import errno
 import os
 import resource
 import sys
@@ -15,17 +16,25 @@ from pathlib import Path
 from typing import TextIO
 
 import psutil
+from safetensors import SafetensorError
 
 from aqnpipe.device import RequestedDevice, resolve_device
 from aqnpipe.errors import AqnpipeError, DataError, ModelError, StorageError
 from aqnpipe.runtime.device_allocation import allocated_devices, place_of_job
-from aqnpipe.runtime.disk_errors import disk_errors
 
 Say = Callable[[str], None]
 
 _SECONDS_BETWEEN_SAMPLES = 5.0
 _BYTES_PER_UNIT = 1 if sys.platform == "darwin" else 1024
 """Of `ru_maxrss`."""
+
+_MESSAGES = {
+    errno.ENOSPC: "no space left on device",
+    errno.EDQUOT: "no space left on device",
+    errno.EROFS: "read-only file system",
+}
+_FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded", "iostream error")
+"""Messages of libraries that do not raise OSError on a full disk; the last one is all that torch.save reports."""
 
 
 @contextmanager
@@ -149,3 +158,33 @@ class _Samples:
                     total += process.memory_info().rss
                     self.seconds[process.pid] = sum(process.cpu_times()[:2])
             self.peak = max(self.peak, total)
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn an error of the body that a full or read-only disk caused into a StorageError of one line.
+
+    what: the file or folder that was being written, for the message.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        for cause in _with_causes(error):
+            if message := _message(cause):
+                raise StorageError(f"{message} for {what}") from error
+        raise
+
+
+def _message(error: BaseException) -> str | None:
+    """Return the message for an error that the disk caused; None for any other error."""
+    if isinstance(error, OSError):
+        return _MESSAGES.get(error.errno or 0)
+    full = any(words in str(error) for words in _FULL_DISK_MESSAGES)
+    return _MESSAGES[errno.ENOSPC] if full else None
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error`, then the chain of errors that it was raised from or that were being handled."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
