@@ -67,7 +67,7 @@ class LevelScores:
 
 
 @dataclass(frozen=True)
-class Problem:
+class UnusableReason:
     """A reason why no comparison may use an evaluation."""
 
     kind: RefusalKind
@@ -80,7 +80,7 @@ class LoadedEvaluation:
 
     source: EvaluationInput
     levels: Mapping[float, LevelScores]
-    problems: tuple[Problem, ...]
+    problems: tuple[UnusableReason, ...]
     weights: str | None
     setting: Mapping[str, str]
     accuracy: pl.DataFrame
@@ -144,7 +144,7 @@ def _loaded(
     return LoadedEvaluation(
         source=source,
         levels=levels,
-        problems=tuple(Problem(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
+        problems=tuple(UnusableReason(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
         weights=record.inputs_sha256.get("weights"),
         setting=_setting(record)
         | _facts_setting(receipts.facts)
