@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aqnpipe.artifacts.base import Statement, statement
-from aqnpipe.artifacts.comparisons import Claim, ClaimsFile, RefusalKind
-from aqnpipe.artifacts.looks import ClaimAtLook
+from aqnpipe.artifacts.comparisons import Claim, ClaimAtLook, ClaimsFile, RefusalKind
 from aqnpipe.comparison.claims import answer_of, statements_of
 from aqnpipe.comparison.contrasts import Contrast, Scores, Side
 from aqnpipe.comparison.judgement import adjusted_tests, evidence_of, judge

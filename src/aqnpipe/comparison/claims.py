@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from aqnpipe.artifacts.base import Statement, statement
-from aqnpipe.artifacts.comparisons import Claim, ClaimVerdict
-from aqnpipe.artifacts.looks import ClaimAtLook, ClaimState, LookFile
+from aqnpipe.artifacts.comparisons import Claim, ClaimAtLook, ClaimState, ClaimVerdict, LookFile
 from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts, Scores
 from aqnpipe.comparison.evaluations import LoadedEvaluation
 from aqnpipe.comparison.identity import comparison_ids

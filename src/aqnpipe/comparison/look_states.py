@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aqnpipe.artifacts.comparisons import LookDesign, LookFile
 from aqnpipe.artifacts.files import read_json, write_json
-from aqnpipe.artifacts.looks import LookDesign, LookFile
 from aqnpipe.artifacts.provenance import sha256_of_file, sha256_of_json
 from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison

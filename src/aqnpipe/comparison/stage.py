@@ -15,14 +15,15 @@ import polars as pl
 from aqnpipe.artifacts.comparisons import (
     AccuracyTable,
     Claim,
+    ClaimAtLook,
     ClaimsFile,
     ComparisonTable,
     DifferenceTable,
     Family,
+    LookFile,
     RobustnessTable,
 )
 from aqnpipe.artifacts.files import read_json, write_csv, write_json, write_table
-from aqnpipe.artifacts.looks import ClaimAtLook, LookFile
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.aa_controls import aa_control_rates

@@ -4,8 +4,9 @@ Probe inputs are Latin squares of powers of two, so every channel carries large 
 changes them in its own way: a dead zone zeroes the smallest, a clamp cuts the largest, a gain multiplies all.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from scipy import stats
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import FaultBits, FaultKind, LocatedFault, TilePlace
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check, Mismatch, differs
-from aqnpipe.diagnosis.locate import Suspect
 from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
 
 _MOST_INFORMATIVE = ("finite", "identity", "linear", "attention", "mlp", "norm", "mantissa", "integer", "accumulator")
@@ -35,6 +35,19 @@ _TILE_WIDTHS = (16, 32, 64, 128)
 """Widths of the tiles of matrix units, in channels."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+Evidence = dict[tuple[int, str], list[Check]]
+"""Mismatching checks by (layer, site)."""
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    """A site with wrong answers: in `layers`, of which the evidence is that of the first; shared by most or not."""
+
+    site: str
+    layers: tuple[int, ...]
+    is_device_wide: bool
+    evidence: tuple[Check, ...]
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -51,7 +64,7 @@ class Mark:
     high: float | None = None
 
 
-def classify(suspect: Suspect, all_checks: Sequence[Check]) -> LocatedFault:
+def classify(suspect: _Suspect, all_checks: Sequence[Check]) -> LocatedFault:
     """Return the fault behind a suspect; `all_checks` are those of its site in the layer of its evidence."""
     evidence = suspect.evidence
     informative = most_informative(evidence)
@@ -294,3 +307,77 @@ def _words(values: Tensor, mismatch: Mismatch) -> Tensor:
 
 def _hex(word: Tensor, width: int) -> str:
     return f"0x{int(word) % (1 << width):0{width // 4}x}"
+
+
+def mismatching(checks: Sequence[Check]) -> Evidence:
+    """Return the checks with a mismatch, by place."""
+    found: Evidence = defaultdict(list)
+    for check in checks:
+        if check.mismatch:
+            found[check.layer, check.site].append(check)
+    return dict(found)
+
+
+def suspects(evidence: Evidence, checks: Sequence[Check]) -> list[_Suspect]:
+    """Return the suspects: one for a site whose same channels are wrong in most layers, else one for each layer.
+
+    Most layers are more than half of those that have the site, at least two. Channels that are wrong in one layer only,
+    at a site that is wrong in most, are that layer's own fault.
+    """
+    by_site: dict[str, dict[int, list[Check]]] = defaultdict(dict)
+    for (layer, site), found in evidence.items():
+        by_site[site][layer] = found
+    result: list[_Suspect] = []
+    for site, layers in by_site.items():
+        shared = _shared_channels(layers, _layers_of(site, checks))
+        if not shared:
+            result += [_Suspect(site, (layer,), False, tuple(found)) for layer, found in layers.items()]
+            continue
+        wide = {layer: _restricted(found, shared, keep=True) for layer, found in layers.items()}
+        wide = {layer: found for layer, found in wide.items() if found}
+        own = {layer: rest for layer, found in layers.items() if (rest := _restricted(found, shared, keep=False))}
+        result.append(_Suspect(site, tuple(sorted(wide)), True, wide[min(wide)]))
+        if 2 * len(own) < len(layers):  # in most layers, other channels come from a fault that is random
+            result += [_Suspect(site, (layer,), False, found) for layer, found in own.items()]
+    return result
+
+
+def _layers_of(site: str, checks: Sequence[Check]) -> set[int]:
+    return {check.layer for check in checks if check.site == site and check.layer != OUTSIDE_LAYERS}
+
+
+def _shared_channels(layers: Mapping[int, Sequence[Check]], probed: set[int]) -> set[int]:
+    """Return the channels that are wrong in most of the probed layers."""
+    counts: dict[int, int] = defaultdict(int)
+    for found in layers.values():
+        for channel in {int(c) for check in found if check.mismatch for c in check.mismatch.channels}:
+            counts[channel] += 1
+    most = max(2, len(probed) // 2 + 1)
+    return {channel for channel, count in counts.items() if count >= most}
+
+
+def _restricted(found: Sequence[Check], channels: set[int], *, keep: bool) -> tuple[Check, ...]:
+    """Return the checks reduced to `channels`, or to all others, without those that have no mismatch left."""
+    reduced = []
+    for check in found:
+        if check.mismatch is None:
+            continue
+        mask = [(int(channel) in channels) == keep for channel in check.mismatch.channels]
+        if any(mask):
+            reduced.append(replace(check, mismatch=_columns(check.mismatch, mask)))
+    return tuple(reduced)
+
+
+def _columns(mismatch: Mismatch, mask: Sequence[bool]) -> Mismatch:
+    def kept(values: Tensor) -> Tensor:
+        columns = [i for i in range(values.shape[1]) if mask[i]]
+        return values[:, columns] if columns else values
+
+    chosen = [i for i, keep in enumerate(mask) if keep]
+    return replace(
+        mismatch,
+        channels=mismatch.channels[chosen],
+        deviations=mismatch.deviations[chosen],
+        expected=kept(mismatch.expected),
+        observed=kept(mismatch.observed),
+    )

@@ -21,21 +21,18 @@ from torch import Tensor, nn
 
 from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.again import Part, as_repeated, without_false_noise
 from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, Mismatch
-from aqnpipe.diagnosis.classify import Mark, classify, mark_of, most_informative
-from aqnpipe.diagnosis.cost import metered
-from aqnpipe.diagnosis.coverage import untested_norms, untested_parts, untested_sites
+from aqnpipe.diagnosis.classify import Evidence, Mark, classify, mark_of, mismatching, most_informative, suspects
+from aqnpipe.diagnosis.coverage import metered, untested_norms, untested_parts, untested_sites
 from aqnpipe.diagnosis.ends import outer_norms
 from aqnpipe.diagnosis.further import further_checks, without_consequences
 from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.linears import product_bits
-from aqnpipe.diagnosis.locate import Evidence, mismatching, suspects
 from aqnpipe.diagnosis.patterns import exponent_ladder
 from aqnpipe.diagnosis.probes import LayerProber, norm_offset, subtracts_mean
 from aqnpipe.diagnosis.reference import LEAST_ROWS, determinism_requested
-from aqnpipe.diagnosis.repeats import repeat
+from aqnpipe.diagnosis.repeats import Part, as_repeated, repeat, without_false_noise
 from aqnpipe.diagnosis.stored_weights import (
     compare_with_earlier,
     compare_with_file,

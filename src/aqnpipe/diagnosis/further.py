@@ -16,7 +16,6 @@ from aqnpipe.diagnosis.activations import (
     gated_sweep,
 )
 from aqnpipe.diagnosis.activations import SITE as CORE_SITE
-from aqnpipe.diagnosis.again import Part
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.ends_in_sequences import FINITE
@@ -32,6 +31,7 @@ from aqnpipe.diagnosis.linears import (
 )
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.reference import FEW_ROWS
+from aqnpipe.diagnosis.repeats import Part
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.router import ROUTER_SITE, probe_router, router_of
 from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from aqnpipe.artifacts.diagnoses import DiagnosisFile, LocatedFault
-from aqnpipe.artifacts.node_reports import EXIT_CODES, DeviceReport, NodeReport
+from aqnpipe.artifacts.diagnoses import EXIT_CODES, DeviceReport, DiagnosisFile, LocatedFault, NodeReport
 
 _SETTINGS = ("host", "model", "dtype", "attention", "method", "seed")
 _PARTS = ("name", "uuid", "serial", "driver", "toolkit")

@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aqnpipe.artifacts.captures import CaptureIdentity
-from aqnpipe.artifacts.parities import OperatorParity, OperatorVerdict, is_product
+from aqnpipe.artifacts.parities import CaptureIdentity, OperatorParity, OperatorVerdict, is_product
 from aqnpipe.config.measured_noise import ATTENTION, ErrorFigures, is_norm
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.models.loading import unreadable

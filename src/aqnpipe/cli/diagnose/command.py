@@ -19,8 +19,7 @@ from aqnpipe.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from aqnpipe.artifacts.diagnoses import DiagnosisFile
-    from aqnpipe.artifacts.node_reports import Outcome
+    from aqnpipe.artifacts.diagnoses import DiagnosisFile, Outcome
 
 _FLEET = "For several devices"
 
@@ -105,7 +104,7 @@ def diagnose(
 
 
 def _leave(verdict: "Outcome") -> NoReturn:
-    from aqnpipe.artifacts.node_reports import EXIT_CODES
+    from aqnpipe.artifacts.diagnoses import EXIT_CODES
 
     raise typer.Exit(EXIT_CODES[verdict])
 

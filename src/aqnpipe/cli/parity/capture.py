@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from aqnpipe.artifacts.captures import Backend, CaptureIdentity
+from aqnpipe.artifacts.parities import Backend, CaptureIdentity
 from aqnpipe.cli.diagnose.options import check_writable
 from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, refuse_unused, validated
 from aqnpipe.cli.terminal import given_options

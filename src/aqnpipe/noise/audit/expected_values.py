@@ -17,7 +17,7 @@ from aqnpipe.config.noise import (
     SystematicBias,
     TensorError,
 )
-from aqnpipe.config.own_functions import as_config_error, unchanged_function
+from aqnpipe.config.own_code import as_config_error, unchanged_function
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray, derived_key, normals
 
