@@ -10,7 +10,7 @@ from torch import nn
 from aqnpipe.artifacts.diagnoses import Untested
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.ends_in_sequences import FINITE
-from aqnpipe.diagnosis.inputs import ProbeInputs
+from aqnpipe.diagnosis.patterns import ProbeInputs
 from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import LayerSites
 

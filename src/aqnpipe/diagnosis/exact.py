@@ -27,9 +27,8 @@ from aqnpipe.diagnosis.classify import Evidence, Mark, classify, mark_of, mismat
 from aqnpipe.diagnosis.coverage import metered, untested_norms, untested_parts, untested_sites
 from aqnpipe.diagnosis.ends import outer_norms
 from aqnpipe.diagnosis.further import further_checks, without_consequences
-from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.linears import product_bits
-from aqnpipe.diagnosis.patterns import exponent_ladder
+from aqnpipe.diagnosis.patterns import ProbeInputs, exponent_ladder
 from aqnpipe.diagnosis.probes import LayerProber, norm_offset, subtracts_mean
 from aqnpipe.diagnosis.reference import LEAST_ROWS, determinism_requested
 from aqnpipe.diagnosis.repeats import Part, as_repeated, repeat, without_false_noise

@@ -19,7 +19,7 @@ from aqnpipe.diagnosis.activations import SITE as CORE_SITE
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.ends_in_sequences import FINITE
-from aqnpipe.diagnosis.experts import EXPERT_SITE, experts_of, probe_experts
+from aqnpipe.diagnosis.experts import EXPERT_SITE, ROUTER_SITE, experts_of, probe_experts, probe_router, router_of
 from aqnpipe.diagnosis.linears import (
     LARGE_OF_GRADIENTS,
     LAYERS_OF_LARGE,
@@ -33,7 +33,6 @@ from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.reference import FEW_ROWS
 from aqnpipe.diagnosis.repeats import Part
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
-from aqnpipe.diagnosis.router import ROUTER_SITE, probe_router, router_of
 from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.patterns import (
+    ProbeInputs,
     accumulating_operands,
     cancelling_operands,
     integer_operands,
