@@ -22,7 +22,7 @@ _SAMPLING = "aqnpipe.evaluation.shards.sampling_of"
 _JOINED = "aqnpipe.evaluation.shards._joined"
 _GENERATE = "aqnpipe.generation.transformers_backend.TransformersBackend.generate"
 _GREEDY = "aqnpipe.generation.transformers_backend._most_probable"
-_BATCH = "aqnpipe.generation.decoding._Batch"
+_BATCH = "aqnpipe.generation.transformers_backend._Batch"
 _FORWARD = f"{_BATCH}._forward"
 _LOAD = "aqnpipe.generation.backend_choice.load_model"
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from aqnpipe.artifacts.checkpoints import RobustnessReport
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.main import app
-from aqnpipe.cli.robustness.show import answer_of, markdown_of, table_of
+from aqnpipe.cli.robustness.evaluating import answer_of, markdown_of, table_of
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.errors import AqnpipeError
 

@@ -20,7 +20,7 @@ from aqnpipe.evaluation import shards
 from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.shards import ShardRunner, local_shard_runner
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
-from aqnpipe.generation import decoding, transformers_backend
+from aqnpipe.generation import transformers_backend
 from aqnpipe.generation.kv_cache import InPlaceLayer
 from aqnpipe.generation.noisy_passes import TransformersPasses
 from aqnpipe.generation.transformers_backend import TransformersBackend
@@ -179,7 +179,11 @@ def autocast_shard(generator, spec, shard):
         return _run_shard(generator, spec, shard)
 
 
-_reorder, _keep, _init = InPlaceLayer.reorder_cache, decoding._Batch.keep, decoding._Batch.__init__
+_reorder, _keep, _init = (
+    InPlaceLayer.reorder_cache,
+    transformers_backend._Batch.keep,
+    transformers_backend._Batch.__init__,
+)
 
 
 def no_reorder(self, beam_idx):
@@ -316,9 +320,9 @@ def test_a_response_behind_the_stop_text_is_refused(run, tmp_path, monkeypatch):
             "with the cached keys of another row, when rows had left the batch",
         ),
         ((InPlaceLayer, "reorder_cache"), no_reorder_in_one_layer, "another logit|holds keys|is not the one"),
-        ((decoding._Batch, "keep"), rows_not_reordered, "tokens is not the one"),
-        ((decoding._Batch, "__init__"), mask_of_ones, "another logit"),
-        ((decoding._Batch, "__init__"), positions_with_padding, "another logit"),
+        ((transformers_backend._Batch, "keep"), rows_not_reordered, "tokens is not the one"),
+        ((transformers_backend._Batch, "__init__"), mask_of_ones, "another logit"),
+        ((transformers_backend._Batch, "__init__"), positions_with_padding, "another logit"),
     ],
 )
 def test_a_decoder_that_mixes_rows_up_is_refused(run, tmp_path, monkeypatch, target, value, cause):
@@ -327,7 +331,7 @@ def test_a_decoder_that_mixes_rows_up_is_refused(run, tmp_path, monkeypatch, tar
 
 
 def test_a_decoder_that_ignores_padding_is_refused_without_a_clean_pass(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoding._Batch, "__init__", mask_of_ones)
+    monkeypatch.setattr(transformers_backend._Batch, "__init__", mask_of_ones)
     refused(run, tmp_path, "trial without noise, row .* another logit", noise_levels=(0.1,))
 
 
