@@ -67,7 +67,7 @@ def evaluate_checkpoints(
     write_json(output / "robustness.json", report)
     (output / "robustness.csv").write_text(_csv_of(report), encoding="utf-8")
     (output / "robustness.md").write_text("\n".join(markdown_of(report)) + "\n", encoding="utf-8")
-    return table_of(report)
+    return text_of(report)
 
 
 def _refuse_missing_layers(evaluation: EvaluationConfig, folders: Mapping[str, Path]) -> None:
@@ -109,7 +109,7 @@ def markdown_of(report: RobustnessReport) -> list[str]:
     return [*lines, "", *(f"- {note}" for note in report.notes), "", f"**{answer_of(report)}**"]
 
 
-def table_of(report: RobustnessReport) -> list[str]:
+def text_of(report: RobustnessReport) -> list[str]:
     """Return the report as lines for the terminal."""
     heading, *rows = _accuracies(report)
     lines = [_setting(report), *aligned([heading, *rows])]
