@@ -41,8 +41,7 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.examples import Example
 from aqnpipe.data.generated import generate_problems
 from aqnpipe.data.prompts import end_of_response, prompt_token_ids
-from aqnpipe.evaluation.local_runner import load_generator
-from aqnpipe.evaluation.shards import assembled_passes, run_shard, shards_of
+from aqnpipe.evaluation.shards import assembled_passes, load_generator, run_shard, shards_of
 from aqnpipe.models.loading import load_tokenizer
 
 CONSOLE = Console(width=200)

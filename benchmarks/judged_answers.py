@@ -15,9 +15,9 @@ import numpy as np
 import polars as pl
 import smallest
 
+from aqnpipe.artifacts.comparisons import ClaimAtLook, LookFile
 from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.artifacts.looks import ClaimAtLook, LookFile
 from aqnpipe.comparison.contrasts import Checkpoint
 from aqnpipe.comparison.evaluations import EvaluationInput, LevelScores, LoadedEvaluation
 from aqnpipe.comparison.look_states import planned_looks, seeds_after

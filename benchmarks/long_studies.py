@@ -110,7 +110,7 @@ def evaluation(num_questions: int) -> None:
     from tiny_training import write_inputs
 
     from aqnpipe.config.run import EvaluationSpec
-    from aqnpipe.evaluation import local_runner
+    from aqnpipe.evaluation import shards
     from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
     from aqnpipe.runtime.jobs import logged_job
     from conftest import random_qwen2
@@ -130,7 +130,7 @@ def evaluation(num_questions: int) -> None:
         began = time.perf_counter()
         stdout, stderr = os.dup(1), os.dup(2)
         with (
-            mock.patch.object(local_runner, "run_shard", memory.after(local_runner.run_shard)),
+            mock.patch.object(shards, "run_shard", memory.after(shards.run_shard)),
             logged_job(folder / "job.log") as say,
         ):
             evaluate(spec, inputs.model, inputs.test_problems, outputs, say)

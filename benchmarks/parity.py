@@ -26,9 +26,8 @@ from rich.console import Console
 from smallest import not_here, parse
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from aqnpipe.artifacts.captures import CaptureConfig
 from aqnpipe.artifacts.files import write_text
-from aqnpipe.artifacts.parities import ParityFile
+from aqnpipe.artifacts.parities import CaptureConfig, ParityFile
 from aqnpipe.cli.parity.running import Bounds, Side, make_capture
 from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.model import ModelConfig

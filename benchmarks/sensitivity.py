@@ -20,7 +20,7 @@ from rich.console import Console
 from smallest import parse
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from aqnpipe.artifacts.sensitivities import Sensitivity
+from aqnpipe.artifacts.diagnoses import Sensitivity
 from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.model import ModelConfig

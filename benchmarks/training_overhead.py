@@ -44,9 +44,15 @@ from aqnpipe.data.stage import prepare_data
 from aqnpipe.generation.rollout_engines import RolloutEngine
 from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model
 from aqnpipe.training import run
-from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.audit.auditor import TrainingAudit
-from aqnpipe.training.run import TrainingInputs, _build_trainer, _train_dataset, open_rollouts, reward_correct
+from aqnpipe.training.run import (
+    TrainingInputs,
+    _build_trainer,
+    _train_dataset,
+    grpo_arguments,
+    open_rollouts,
+    reward_correct,
+)
 from aqnpipe.training.workspace import Workspace
 
 WARM_UP = 2

@@ -20,7 +20,7 @@ _DRAWS = "aqnpipe.generation.transformers_backend._Draws.__call__"
 _ROLL_OUT = "aqnpipe.generation.rollout_engines.TransformersRolloutEngine.roll_out"
 _REWARD = "aqnpipe.training.run.reward_correct"
 _SAMPLER = "trl.trainer.utils.RepeatSampler.__iter__"
-_ORDER = "aqnpipe.training.sampler.PromptSampler.__iter__"
+_ORDER = "aqnpipe.training.trainer.PromptSampler.__iter__"
 _TOKENIZE = "aqnpipe.training.trainer.tokenize_prompts"
 _VALIDATE = "aqnpipe.training.run.ValidationCallback"
 

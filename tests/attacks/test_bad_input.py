@@ -157,7 +157,7 @@ def test_every_byte_and_every_length_is_noticed(artifacts, tmp_path, name):
 @given(content=anything)
 @fuzzed
 def test_any_other_content_with_a_checksum_is_refused(tmp_path, content):
-    from aqnpipe.artifacts.checksums import CHECKSUM_PLACEHOLDER, with_checksum
+    from aqnpipe.artifacts.files import CHECKSUM_PLACEHOLDER, with_checksum
 
     text = json.dumps({"x": content}, indent=2).removesuffix("\n}") + f',\n  "checksum": "{CHECKSUM_PLACEHOLDER}"\n}}\n'
     (tmp_path / "v.json").write_bytes(with_checksum(text.encode()))

@@ -15,8 +15,8 @@ from random_models import random_model_of
 from transformers import MambaConfig, T5Config
 from typer.testing import CliRunner
 
+from aqnpipe.artifacts.diagnoses import NodeReport
 from aqnpipe.artifacts.files import read_json, write_json
-from aqnpipe.artifacts.node_reports import NodeReport
 from aqnpipe.cli.diagnose import command
 from aqnpipe.cli.main import app
 from aqnpipe.diagnosis.node_comparison import node_of

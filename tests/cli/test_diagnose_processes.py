@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from made_up_diagnoses import HARDWARE, diagnosis, located
 
+from aqnpipe.artifacts.diagnoses import worst
 from aqnpipe.artifacts.files import write_json
-from aqnpipe.artifacts.node_reports import worst
 from aqnpipe.cli.diagnose import node
 from aqnpipe.cli.diagnose.fleet import make_orders
 from aqnpipe.cli.diagnose.loading import ModelSource

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from aqnpipe.artifacts.checkpoints import RobustnessReport
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.main import app
-from aqnpipe.cli.robustness.show import answer_of, markdown_of, table_of
+from aqnpipe.cli.robustness.evaluating import answer_of, markdown_of, text_of
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.errors import AqnpipeError
 
@@ -141,5 +141,5 @@ UNKNOWN = {"ci_low": -0.09, "ci_high": 0.01, "p_holm": 0.2}
 def test_the_last_line_answers(changes, sentence):
     report = report_with(**changes)
     assert sentence in answer_of(report)
-    assert table_of(report)[-1] == answer_of(report)
+    assert text_of(report)[-1] == answer_of(report)
     assert markdown_of(report)[-1] == f"**{answer_of(report)}**"

@@ -4,8 +4,8 @@ import pytest
 from random_models import random_model_of
 from typer.testing import CliRunner
 
+from aqnpipe.artifacts.diagnoses import LayerSensitivity, SensitivityFile
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.artifacts.sensitivities import LayerSensitivity, SensitivityFile
 from aqnpipe.cli.main import app
 from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ModelError, StorageError
 from aqnpipe.report.sensitivity_chart import write_sensitivity_chart

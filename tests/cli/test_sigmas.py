@@ -6,9 +6,8 @@ from made_up_diagnoses import diagnosis
 from made_up_parities import identity, operator, parity
 from typer.testing import CliRunner
 
-from aqnpipe.artifacts.diagnoses import LayerMetrics
+from aqnpipe.artifacts.diagnoses import LayerMetrics, LayerSensitivity, SensitivityFile
 from aqnpipe.artifacts.files import write_json
-from aqnpipe.artifacts.sensitivities import LayerSensitivity, SensitivityFile
 from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError, DataError
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from aqnpipe.artifacts.comparisons import ClaimsFile, ComparisonTable
+from aqnpipe.artifacts.comparisons import ClaimAtLook, ClaimsFile, ComparisonTable
 from aqnpipe.artifacts.files import read_json, read_table
-from aqnpipe.artifacts.looks import ClaimAtLook
 from aqnpipe.comparison import looks
 from aqnpipe.comparison.contrasts import Contrast, Side
 from aqnpipe.comparison.identity import comparison_ids

@@ -6,9 +6,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from aqnpipe.artifacts.comparisons import MachineDifferenceTable
 from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, write_json
-from aqnpipe.artifacts.machine_differences import MachineDifferenceTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.machines import compare_machines
 from aqnpipe.config.plan import StudyPlan

@@ -6,8 +6,7 @@ import pytest
 from replacing import replaced
 
 from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.own_code import TRUSTED_CODE, located, source_digest
-from aqnpipe.config.own_functions import load_function
+from aqnpipe.config.own_code import TRUSTED_CODE, load_function, located, source_digest
 from aqnpipe.data.graders import columns_of, grader, graders_of, pairs, refuse_unusable_scorer
 from aqnpipe.data.scoring import SCORERS, Graded
 from aqnpipe.errors import ConfigError

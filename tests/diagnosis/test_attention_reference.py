@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from aqnpipe.diagnosis.attention_operands import KINDS, known_operands
-from aqnpipe.diagnosis.attention_reference import Setting, gradients, reference
+from aqnpipe.diagnosis.attention_operands import KINDS, Setting, gradients, known_operands, reference
 
 CAUSAL = torch.ones(1, 3, 3, dtype=torch.bool).tril()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aqnpipe.diagnosis.checks import compare, ulp
-from aqnpipe.diagnosis.fault_bits import tile_place
+from aqnpipe.diagnosis.classify import tile_place
 from aqnpipe.error_bounds import few_roundings, gamma, linear_bound
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from random_models import random_mixture_of
 
-from aqnpipe.diagnosis.experts import experts_of, probe_experts
+from aqnpipe.diagnosis.experts import experts_of, probe_experts, probe_router, router_of
 from aqnpipe.diagnosis.further import without_consequences
-from aqnpipe.diagnosis.router import probe_router, router_of
 from aqnpipe.models.layout import decoder_layers
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"]

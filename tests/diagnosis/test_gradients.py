@@ -6,7 +6,7 @@ from decoder_families import tiny_model_of
 
 from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.further import further_checks
-from aqnpipe.diagnosis.gradients import probe_gradients
+from aqnpipe.diagnosis.linears import probe_gradients
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites, site_module
 

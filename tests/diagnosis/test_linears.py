@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.linears import biased, summing
-from aqnpipe.diagnosis.patterns import running_operands
+from aqnpipe.diagnosis.patterns import ProbeInputs, running_operands
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -3,7 +3,7 @@
 import pytest
 from made_up_diagnoses import HARDWARE, diagnosis, located
 
-from aqnpipe.artifacts.node_reports import worst
+from aqnpipe.artifacts.diagnoses import worst
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.diagnose import diagnose_model
 from aqnpipe.diagnosis.repetition import (

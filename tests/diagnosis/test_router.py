@@ -4,8 +4,8 @@ import pytest
 import torch
 from random_models import random_mixture_of
 
+from aqnpipe.diagnosis.experts import probe_router, router_of
 from aqnpipe.diagnosis.further import further_checks
-from aqnpipe.diagnosis.router import probe_router, router_of
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites
 

@@ -8,9 +8,15 @@ from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.noise import Fault
 from aqnpipe.data.loader import load_problems
 from aqnpipe.diagnosis.scored_texts import ScoredText, text_batches, texts_of_problems
-from aqnpipe.diagnosis.sensitivity import fragile_layers, rank_correlation, ratio_and_error, sensitivity
+from aqnpipe.diagnosis.sensitivity import (
+    Noise,
+    NoisyPasses,
+    fragile_layers,
+    rank_correlation,
+    ratio_and_error,
+    sensitivity,
+)
 from aqnpipe.diagnosis.sensitivity_estimate import first_order_estimates, layer_noise
-from aqnpipe.diagnosis.sensitivity_measured import Noise, NoisyPasses
 from aqnpipe.errors import ConfigError, DataError, ModelError, ReceiptError
 from aqnpipe.machine.machine import Machine, Request
 from aqnpipe.models.loading import load_model, load_tokenizer, source_folder

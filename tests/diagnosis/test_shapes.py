@@ -4,7 +4,7 @@ import pytest
 import torch
 from decoder_families import tiny_model_of
 
-from aqnpipe.diagnosis.shapes import LARGE, SMALL, probe_shape, rows_of_layer
+from aqnpipe.diagnosis.linears import LARGE, SMALL, probe_shape, rows_of_layer
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites
 

@@ -5,9 +5,8 @@ import pytest
 
 from aqnpipe.artifacts.diagnoses import Finding, LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.calibration import EXACT, STATISTICAL
 from aqnpipe.diagnosis.exact import ExactResult
-from aqnpipe.diagnosis.verdict import judge
+from aqnpipe.diagnosis.verdict import EXACT, STATISTICAL, judge
 
 
 def table(num_layers: int = 6) -> pl.DataFrame:

@@ -7,8 +7,7 @@ import pytest
 from tiny_evaluation import evaluation_spec
 
 from aqnpipe.errors import WorkerError
-from aqnpipe.evaluation.local_runner import local_shard_runner
-from aqnpipe.evaluation.shards import Shard, ShardResult, assembled_passes, shards_of
+from aqnpipe.evaluation.shards import Shard, ShardResult, assembled_passes, local_shard_runner, shards_of
 
 PROMPTS = [[5] * length for length in (4, 9, 4, 2, 7)]
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicLayer
 
-from aqnpipe.generation.decoding import compacted, decode
-from aqnpipe.generation.grouped_attention import grouped_attention
 from aqnpipe.generation.kv_cache import BufferPool, InPlaceLayer
+from aqnpipe.generation.transformers_backend import compacted, decode, grouped_attention
 
 PADDING, LIMIT = 0, 16
 SIZES = {
@@ -101,7 +100,7 @@ def test_a_step_computes_only_the_active_rows(monkeypatch):
     model, requested = llama("sdpa"), prompts()
     end_token = an_end_token(model, requested)
     found = responses(model, requested, end_token)
-    monkeypatch.setattr("aqnpipe.generation.decoding._MAX_PREFILL_TOKENS", 24)
+    monkeypatch.setattr("aqnpipe.generation.transformers_backend._MAX_PREFILL_TOKENS", 24)
     read, steps = [], []
     with_hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: (read if kwargs["position_ids"] is None else steps).append(kwargs["input_ids"]),
@@ -182,7 +181,7 @@ def test_a_common_prefix_is_read_once(attention, shared, monkeypatch):
     model, rests = llama(attention), prompts()
     beginning = torch.randint(2, SIZES["vocab_size"], (shared,), generator=torch.Generator().manual_seed(1)).tolist()
     requested = [[*beginning, place, *rest] for place, rest in enumerate(rests, start=2)]
-    monkeypatch.setattr("aqnpipe.generation.decoding._MAX_PREFILL_TOKENS", 24)
+    monkeypatch.setattr("aqnpipe.generation.transformers_backend._MAX_PREFILL_TOKENS", 24)
     end_token = an_end_token(model, requested)
     expected = library_responses(model, requested, end_token)
     read = []

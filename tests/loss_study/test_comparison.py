@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from aqnpipe.artifacts.files import read_json, write_json, write_table
-from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.artifacts.loss_studies import LossStudyFile, LossStudyTable
+from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import StatisticsConfig
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
@@ -144,7 +144,7 @@ def write_losses(folder, means=MEANS, seed=0):
 def record_digests(inputs):
     """Write the digests of table and receipt as they are now into the record."""
     record = read_json(inputs.record, RunRecord)
-    written = digests_of_outputs({"table": inputs.table, "receipt": inputs.receipt})
+    written = sha256_of_files({"table": inputs.table, "receipt": inputs.receipt})
     write_json(inputs.record, record.model_copy(update={"outputs_sha256": written}))
 
 

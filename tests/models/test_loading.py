@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from aqnpipe.config.model import ModelConfig, builtin_folder
 from aqnpipe.errors import ModelError
 from aqnpipe.models import loading
-from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model, sha256_of
+from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model, weights_sha256
 from aqnpipe.models.prepared import read_prepared_model
 
 
@@ -44,7 +44,7 @@ def test_builtin_model_is_copied_and_described(tmp_path):
     assert read_prepared_model(output) == prepared
     assert (prepared.source, prepared.architecture, prepared.num_layers) == ("tiny", "Qwen2ForCausalLM", 6)
     assert prepared.hidden_size == 128
-    assert prepared.weights_sha256 == sha256_of([builtin_folder("tiny") / "model.safetensors"])
+    assert prepared.weights_sha256 == weights_sha256(builtin_folder("tiny"))
     model = load_model(output, dtype="float32", attention="eager")
     assert sum(parameter.numel() for parameter in model.parameters()) == prepared.num_parameters
     assert not model.training

@@ -1,5 +1,7 @@
 """Noise calibrated to a measured machine: it is what was measured, and its receipt refuses everything else."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from measured_figures import NORMS, OPERATORS, OUTSIDE, figures_of, measured
@@ -172,9 +174,11 @@ def test_an_edited_receipt_is_refused(model, ids):
         return " ".join(Receipt(**{**dict(receipt), "cells": cells}).problems())
 
     assert not problems(lambda cell: cell)
-    assert "noised with measured 8" in problems(lambda cell: cell.model_copy(update={"requested": 8.0}))
+    assert "noised with measured 8" in problems(
+        lambda cell: replace(cell, error=cell.error.model_copy(update={"multiple": 8.0}))
+    )
     assert "of which rounding to the number format explains" in problems(
-        lambda cell: cell.model_copy(update={"measured": 1.9})
+        lambda cell: replace(cell, ratios=replace(cell.ratios, squares=1.9**2 * cell.ratios.count))
     )
 
 

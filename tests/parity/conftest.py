@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from aqnpipe.artifacts.captures import CaptureConfig
+from aqnpipe.artifacts.parities import CaptureConfig
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.models.loading import load_model
 from aqnpipe.parity.capture import capture

@@ -139,7 +139,7 @@ def test_captures_given_the_other_way_round_are_exchanged(full, captured):
 
 
 def test_sequences_that_cannot_run_are_refused():
-    from aqnpipe.artifacts.captures import CaptureConfig
+    from aqnpipe.artifacts.parities import CaptureConfig
 
     with pytest.raises(ConfigError, match="--decode 4: the shortest sequence has 3 tokens"):
         check_sequences([[1, 2, 3]], CaptureConfig(), 10)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aqnpipe.config.measured_noise import ErrorFigures
-from aqnpipe.parity.figures import error_figures
+from aqnpipe.parity.compare import error_figures
 from aqnpipe.parity.parity import parity_of
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aqnpipe.artifacts.captures import CaptureConfig
+from aqnpipe.artifacts.parities import CaptureConfig
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.generation.vllm.plugin import is_vllm_installed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from statsmodels.stats.proportion import proportions_ztest
 
-from aqnpipe.artifacts.statements import statement
+from aqnpipe.artifacts.base import statement
 from aqnpipe.config.published import PublishedFile, RatioClaim
 from aqnpipe.errors import ConfigError
 from aqnpipe.published.check import check_published_figures, check_published_file

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aqnpipe.artifacts.sampler_distance import DistanceGrowth
+from aqnpipe.artifacts.training_facts import DistanceGrowth
 from aqnpipe.report.training import growth_sentences, invariance_sentences
 from aqnpipe.report.words import load_words
 

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
+from aqnpipe.artifacts.base import statement
 from aqnpipe.artifacts.comparisons import Family
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile
-from aqnpipe.artifacts.statements import statement
 from aqnpipe.config.noise import Fault
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.rows import FaultCell, GradientFlow

@@ -12,9 +12,8 @@ import pytest
 import vl_convert
 from made_up_parities import operator, parity
 
-from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.comparisons import ClaimsFile, MachineDifferenceTable
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.artifacts.machine_differences import MachineDifferenceTable
 from aqnpipe.report import claims
 from aqnpipe.report.inputs import MeasuredMachine, ParityInput, read_inputs
 from aqnpipe.report.paper import claims_panel, export_paper

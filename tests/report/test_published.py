@@ -5,9 +5,9 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
+from aqnpipe.artifacts.base import statement
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.published import CheckedAccuracy, CheckedClaim, CheckedLoss, CheckedSeries, PublishedCheck
-from aqnpipe.artifacts.statements import statement
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.report.inputs import inputs_of, read_inputs
 from aqnpipe.report.paper import export_paper

@@ -13,9 +13,9 @@ import pytest
 from replacing import replaced
 
 import aqnpipe
+from aqnpipe.artifacts.base import statement
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile
 from aqnpipe.artifacts.files import read_json, write_json, write_table
-from aqnpipe.artifacts.statements import statement
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
 from aqnpipe.errors import DataError

@@ -11,7 +11,7 @@ import yaml
 from jinja2 import Environment, nodes
 
 import aqnpipe
-from aqnpipe.artifacts.statements import statement
+from aqnpipe.artifacts.base import statement
 from aqnpipe.report.numbers import FORMATS
 from aqnpipe.report.words import LANGUAGES, catalogue, load_words
 

@@ -5,8 +5,15 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
+from safetensors import SafetensorError
+
+from aqnpipe.errors import StorageError
+from aqnpipe.report.inputs import read_cost
+from aqnpipe.runtime import jobs
+from aqnpipe.runtime.jobs import costs_file, disk_errors, measured_costs
 
 DEVICE_JOB = """
 import sys
@@ -17,6 +24,8 @@ with logged_device_job(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])) as say:
     say("done")
 """
 GIVEN = {"CUDA_VISIBLE_DEVICES": "2,5"}
+
+BUSY = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
 
 
 def run_job(log, device, num_leases, environment):
@@ -124,3 +133,75 @@ def test_the_advice_names_the_setting_unless_a_result_is_meant(tmp_path, message
     lines = (tmp_path / "results" / "logs" / "job.log").read_text().splitlines()
     assert lines[-2:][0] == f"ERROR: {message}"
     assert lines[-1].startswith(advice)
+
+
+def test_a_full_disk_is_recognised_by_what_each_library_reports():
+    """torch.save raises a second error while it handles the first, and only the first one is about the disk."""
+
+    def torch_save():
+        try:
+            raise RuntimeError("basic_ios::clear: iostream error")
+        finally:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 172800 vs 172688")
+
+    def polars():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def safetensors():
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    for writer in (torch_save, polars, safetensors):
+        with (
+            pytest.raises(StorageError, match=r"^no space left on device for the checkpoint$"),
+            disk_errors("the checkpoint"),
+        ):
+            writer()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError(errno.EACCES, "Permission denied")])
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error), match=str(error.args[-1])), disk_errors("x"):
+        raise error
+
+
+def test_the_file_lies_beside_the_logs(tmp_path):
+    log = tmp_path / "results" / "logs" / "train" / "base_E5_seed0.log"
+    assert costs_file(log) == tmp_path / "results" / "benchmarks" / "train" / "base_E5_seed0.tsv"
+
+
+def test_time_memory_and_work_of_a_body(tmp_path):
+    path = tmp_path / "benchmarks" / "job.tsv"
+    with measured_costs(path):
+        block = bytearray(64_000_000)
+        block[::4096] = b"x" * len(block[::4096])
+        time.sleep(0.2)
+    found = read_cost(path)
+    assert 0.2 <= found.seconds < 60
+    assert found.peak_mb > 64
+
+
+def test_the_work_of_other_processes_counts(tmp_path, monkeypatch):
+    """Of one that is waited for, and of one that still runs at the end, as the workers of Ray do."""
+    monkeypatch.setattr(jobs, "_SECONDS_BETWEEN_SAMPLES", 0.1)
+    before = read_after(tmp_path / "none.tsv")
+    with measured_costs(tmp_path / "waited.tsv"):
+        subprocess.run([sys.executable, "-c", BUSY], check=True)
+    assert read_cost(tmp_path / "waited.tsv").cpu_seconds - before.cpu_seconds >= 0.5
+    with measured_costs(tmp_path / "running.tsv"):
+        other = subprocess.Popen([sys.executable, "-c", BUSY + "\nprint()\ninput()"], stdin=-1, stdout=-1)
+        other.stdout.readline()
+        time.sleep(0.5)
+    other.communicate(b"\n")
+    assert read_cost(tmp_path / "running.tsv").cpu_seconds - before.cpu_seconds >= 0.5
+
+
+def read_after(path):
+    with measured_costs(path):
+        pass
+    return read_cost(path)
+
+
+def test_a_body_that_fails_leaves_no_costs(tmp_path):
+    with pytest.raises(ValueError, match="failed"), measured_costs(tmp_path / "job.tsv"):
+        raise ValueError("failed")
+    assert not (tmp_path / "job.tsv").exists()

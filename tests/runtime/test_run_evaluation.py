@@ -14,8 +14,8 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.errors import ModelError, RunLockedError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.runtime import run_evaluation
+from aqnpipe.runtime.file_lock import run_lock
 from aqnpipe.runtime.run_evaluation import EvaluatedCheckpoint, evaluate_run
-from aqnpipe.runtime.run_lock import run_lock
 
 STEPS = (4, 8)
 

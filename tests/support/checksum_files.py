@@ -5,7 +5,7 @@ from pathlib import Path
 
 import polars as pl
 
-from aqnpipe.artifacts.checksums import CHECKSUM_PLACEHOLDER, with_checksum
+from aqnpipe.artifacts.files import CHECKSUM_PLACEHOLDER, with_checksum
 
 
 def write_parquet_with_checksum(path: Path, table: pl.DataFrame) -> None:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from aqnpipe.artifacts.captures import CaptureIdentity
-from aqnpipe.artifacts.parities import LogProbabilities, OperatorParity, ParityFile
+from aqnpipe.artifacts.parities import CaptureIdentity, LogProbabilities, OperatorParity, ParityFile
 
 
 def identity(**changed: Any) -> CaptureIdentity:

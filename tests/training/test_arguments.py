@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 import aqnpipe
 from aqnpipe.config.training import TrainingConfig
-from aqnpipe.training.arguments import grpo_arguments
+from aqnpipe.training.run import grpo_arguments
 
 PUBLISHED = {
     "epochs": 2,

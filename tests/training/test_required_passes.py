@@ -3,7 +3,7 @@
 from tiny_training import training_spec
 
 from aqnpipe.config.arm import ImportanceSampling
-from aqnpipe.training.required_passes import required_passes
+from aqnpipe.training.noise_plan import required_passes
 
 
 def required(spec):

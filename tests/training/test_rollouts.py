@@ -11,8 +11,8 @@ from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import Device
 from aqnpipe.errors import ConfigError
-from aqnpipe.training.arguments import grpo_arguments
 from aqnpipe.training.rollout_backend import describe_rollouts
+from aqnpipe.training.run import grpo_arguments
 from aqnpipe.training.sampler_distance import SamplerDistance
 
 pytestmark = pytest.mark.usefixtures("rewards_that_teach")

@@ -15,8 +15,7 @@ from transformers.integrations import TensorBoardCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, entropy_from_logits, selective_log_softmax
 
-from aqnpipe.training.sampler import PromptSampler
-from aqnpipe.training.trainer import NoisyGRPOTrainer
+from aqnpipe.training.trainer import NoisyGRPOTrainer, PromptSampler
 
 
 def parameters(function):

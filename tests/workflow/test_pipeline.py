@@ -21,10 +21,10 @@ from faulted_study import WarmPython, differences, planned_jobs
 from replacing import replace_in, substituted
 
 import aqnpipe
+from aqnpipe.artifacts.comparisons import MachineDifferenceTable
 from aqnpipe.artifacts.diagnoses import SigmaFile
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_yaml
-from aqnpipe.artifacts.machine_differences import MachineDifferenceTable
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.cli.front_door import open_study
 from aqnpipe.cli.report import report_on_existing_results

@@ -33,7 +33,7 @@ from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DeviceErr
 from aqnpipe.report.closing import closing_lines
 from aqnpipe.runtime.device_allocation import computes_on_cpu
 from aqnpipe.runtime.job_records import JobRecords
-from aqnpipe.runtime.run_lock import remove_scratch
+from aqnpipe.runtime.file_lock import remove_scratch
 from aqnpipe.runtime.study_lock import hold_study, recover_study
 from aqnpipe.runtime.warm_start import warm_interpreter
 

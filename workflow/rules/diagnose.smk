@@ -35,7 +35,7 @@ for KIND, MACHINES in PLAN.diagnosed_by_kind().items():
             prompt=STUDY.config.prompt.model_dump(mode="json"),
             model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
             device=lambda wildcards: PLAN.device_of(wildcards.machine),
-            code=code_digest("aqnpipe.diagnosis.imported"),
+            code=code_digest("aqnpipe.diagnosis.stage"),
         message:
             f"diagnose: model {{wildcards.model}} on machine {{wildcards.machine}}{given(rule_on('srdd_diagnose', KIND))}"
         script:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from aqnpipe.artifacts.looks import LookDesign
+from aqnpipe.artifacts.comparisons import LookDesign
 from aqnpipe.comparison.look_states import plan_after, read_looks
 from aqnpipe.comparison.looks import take_look
 from aqnpipe.comparison.stage import existing_evaluations

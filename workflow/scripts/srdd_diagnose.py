@@ -14,7 +14,7 @@ output, names = Path(snakemake.output.layers).parent, (snakemake.wildcards.model
 
 if machine.diagnosed_in is not None:
     with logged_job(log, f"machines.{names[1]}.diagnosed_in") as say:
-        from aqnpipe.diagnosis.imported import import_diagnosis
+        from aqnpipe.diagnosis.stage import import_diagnosis
 
         import_diagnosis(Path(snakemake.input.elsewhere[0]).parent, model_dir, output, names=names, say=say)
 else:

@@ -1,14 +1,22 @@
-"""Artifacts of the compare stage: accuracies, comparisons, robustness over noise, and claims with their verdicts."""
+"""Artifacts of the compare stage: accuracies, comparisons, robustness over noise, and claims with their verdicts.
+
+Of a study that adds seeds until its claims are decided, also its design and a record of every look; of one that
+evaluates on several machines, the differences between them.
+"""
 
 from typing import Literal, Optional
 
 import pandera.polars as pa
 from pydantic import Field
 
-from aqnpipe.artifacts.base import Artifact
-from aqnpipe.artifacts.looks import LookFile
-from aqnpipe.artifacts.statements import Statement
+from aqnpipe.artifacts.base import Artifact, Statement
 from aqnpipe.config.analysis import ClaimRole
+
+ClaimState = Literal["open", "supported", "refuted", "equivalent", "futile", "invalid"]
+"""State of a claim after a look: `open` and `futile` are not decided; only `open` gets more seeds.
+
+futile: unlikely to be decided by the planned maximum. invalid: the comparison cannot be made.
+"""
 
 
 class AccuracyTable(pa.DataFrameModel):
@@ -254,6 +262,68 @@ class AAControlRate(Artifact):
     ci_high: float
 
 
+class LookDesign(Artifact):
+    """results/looks/design.json: what is fixed before the first look, because a change would void the error rates.
+
+    `planned`: the maximum number of seeds when the study began; `start`, `step`, `futility` and `reserve` as in the
+    study. `claims`: each claim as it is tested, by comparison id. `settings`: digests of what decides the outcomes, by
+    name (`data`, and the arms with claims).
+    """
+
+    start: int
+    step: int
+    planned: int
+    futility: float
+    reserve: float
+    alpha: float
+    scorer: str
+    claims: dict[str, str]
+    settings: dict[str, str]
+
+
+class ClaimAtLook(Artifact):
+    """A claim at a look; fractions. Of a claim that ended at an earlier look, the values of that look.
+
+    `look`, `seeds`: when the claim was tested. `p_value`: of that look alone. `p_looks`: adjusted for all looks;
+    `p_holm`: that one adjusted by Holm's method over the family, the same for a claim that is tested by itself.
+    `p_other`, `p_other_holm`: the same for the claim's other test, that the difference is smaller than
+    `equivalent_within`, or beyond the margin. `ci_low`, `ci_high`: repeated confidence interval, which covers the true
+    difference at all looks together with probability `interval_level` (Jennison & Turnbull 1989), that of the test that
+    decides the state. `chance`: predicted probability that the claim is decided by the planned maximum.
+    """
+
+    comparison_id: str
+    state: ClaimState
+    look: int
+    seeds: int
+    difference: float | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    interval_level: float | None = None
+    p_value: float | None = None
+    p_looks: float | None = None
+    p_holm: float | None = None
+    p_other: float | None = None
+    p_other_holm: float | None = None
+    chance: float | None = None
+    reason: str | None = None
+
+
+class LookFile(Artifact):
+    """results/looks/look<N>.json: the claims after a look. `seeds`: of the arms whose claims were open.
+
+    `seeds_per_arm`: seeds of every arm at this look. `previous_sha256`: of the record of the look before; null for the
+    first.
+    """
+
+    look: int
+    seeds: int
+    seeds_per_arm: dict[str, int]
+    design: LookDesign
+    previous_sha256: str | None
+    claims: tuple[ClaimAtLook, ...]
+
+
 class ClaimsFile(Artifact):
     """results/claims.json. `family_size`: tested secondary claims in all families together.
 
@@ -272,3 +342,42 @@ class ClaimsFile(Artifact):
     answer: Statement | None = None
     looks: tuple[LookFile, ...] = ()
     tables_sha256: dict[str, str] = Field(default_factory=dict)
+
+
+class MachineDifferenceTable(pa.DataFrameModel):
+    """Accuracy on a machine of `evaluation.machines` minus that by the study itself, of the same weights.
+
+    One row per machine, arm, step and noise level, over all training seeds. Descriptive: no part of a family.
+    - accuracy_here, accuracy_there: by the study, and on the machine.
+    - flipped: share of answers (question, training seed, noise seed) that are right on one of the two only, or, where
+      several samples are drawn, whose share of right samples differs.
+    - device_here, device_there, trained_on: as in the records of the jobs; trained_on is null without training.
+    - differs_in: what else differs between the two evaluations: dtype, threads, batch size, faults, versions, engine.
+    - problem: why nothing was computed; null if something was.
+    """
+
+    machine: str
+    model: str
+    arm: str
+    step: int = pa.Field(ge=0)
+    noise_level: float = pa.Field(ge=0)
+    num_seeds: int = pa.Field(ge=0)
+    num_questions: int = pa.Field(ge=0)
+    accuracy_here: float = pa.Field(ge=0, le=1, nullable=True)
+    accuracy_there: float = pa.Field(ge=0, le=1, nullable=True)
+    difference: float = pa.Field(nullable=True)
+    ci_low: float = pa.Field(nullable=True)
+    ci_high: float = pa.Field(nullable=True)
+    flipped: float = pa.Field(ge=0, le=1, nullable=True)
+    method: str = pa.Field(nullable=True)
+    device_here: str = pa.Field(nullable=True)
+    device_there: str = pa.Field(nullable=True)
+    trained_on: str = pa.Field(nullable=True)
+    differs_in: str = pa.Field(nullable=True)
+    problem: str = pa.Field(nullable=True)
+
+    class Config:
+        """No other columns are allowed; one row per machine, arm, step and level."""
+
+        strict = True
+        unique = ["machine", "model", "arm", "step", "noise_level"]  # noqa: RUF012 - pandera's own form

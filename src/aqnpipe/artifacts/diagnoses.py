@@ -1,5 +1,9 @@
-"""Files of a diagnosis: the table of layers, the verdict, and the AQN sigmas derived from it."""
+"""Files of a diagnosis: the table of layers, the verdict, and the AQN sigmas derived from it.
 
+Also the report of a node, with the diagnoses of several devices or of repeated runs, and the sensitivity of layers.
+"""
+
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Literal
 
@@ -16,6 +20,9 @@ FaultKind = Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain",
 
 SENSITIVITY_SCALE = 0.1
 """Relative scale of the noise that `sensitivity` in a LayerTable is of; the estimate is proportional to its square."""
+
+Outcome = Literal["healthy", "fault", "abstain", "error"]
+"""The verdict on a device; error if it could not be diagnosed at all."""
 
 
 class LayerTable(pa.DataFrameModel):
@@ -236,3 +243,137 @@ class SigmaFile(Artifact):
     aqn: LayerSigmas
     reasons: dict[int, str]
     srdd_metadata: dict[str, int | float | str]
+
+
+class LayerSensitivity(Artifact):
+    """Cost of noise in one layer alone. Standard errors are over texts, each averaged over the noise seeds.
+
+    A standard error is null with a single text; the accuracy is null without gold answers.
+    """
+
+    layer: int | None = Field(ge=0, description="decoder layer; null for the output projection")
+    estimate: float = Field(ge=0, description="first-order estimate of loss_increase, from one backward pass")
+    loss_increase: float = Field(description="measured increase of the loss, in nats per scored token")
+    loss_standard_error: float | None = Field(ge=0)
+    accuracy_change: float | None = Field(description="measured change of the accuracy, as a fraction")
+    accuracy_standard_error: float | None = Field(ge=0)
+
+
+class Sensitivity(Artifact):
+    """Result of a sensitivity measurement: loss and accuracy without noise, and every layer with noise in it alone.
+
+    `fragile_layers` are the decoder layer with the largest measured increase of the loss and those that cannot be told
+    from it (paired t-tests over texts, 5 % in all, Bonferroni); empty if no increase is significant.
+    """
+
+    scale: float = Field(gt=0, lt=1, description="relative scale of the noise on the outputs of matrix products")
+    noise_seeds: tuple[int, ...]
+    num_texts: int
+    num_scored_tokens: int
+    num_questions: int = Field(description="number of texts with a gold answer, on which accuracy was measured")
+    loss: float = Field(description="loss without noise, in nats per scored token")
+    accuracy: float | None = Field(description="accuracy without noise, as a fraction; greedy decoding, strict scorer")
+    fragile_layers: tuple[int, ...]
+    rank_correlation: float | None = Field(
+        description="Spearman's, of estimate and loss_increase over decoder layers; null below 3 layers"
+    )
+    layers: tuple[LayerSensitivity, ...]
+    untested: tuple[str, ...] = Field(description="matrices outside the layers and output projection, never noised")
+
+
+class SensitivityFile(Sensitivity):
+    """Output of `aqnpipe sensitivity --json`: the result, and the model, data and device that it is of."""
+
+    model: str
+    data: str
+    simulated_faults: tuple[str, ...] = ()
+    device: str
+    dtype: str
+    seconds: float = Field(ge=0)
+
+
+def worst(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return the worst outcome: fault, then error, then abstain; healthy only if every device is healthy."""
+    return min(outcomes, key=list(EXIT_CODES).index)
+
+
+class RunRecord(Artifact):
+    """One run of repeated diagnoses: its seed and shapes, and where it found faults as (layer, site)."""
+
+    time: datetime
+    seconds: float = Field(ge=0)
+    seed: int
+    num_prompts: int
+    prompt_tokens: int = Field(description="tokens of a prompt; 0 if the prompts are text")
+    elements_per_channel: int | None
+    forward_equivalents: float = Field(ge=0)
+    verdict: Literal["healthy", "fault", "abstain"]
+    faults: tuple[tuple[int | None, str], ...]
+    temperature_celsius: float | None = None
+
+
+class Rate(Artifact):
+    """A share of the runs, with its exact 95 % interval (Clopper-Pearson); one-sided if it was never seen."""
+
+    seen: int = Field(ge=0)
+    runs: int = Field(ge=1)
+    rate: float = Field(ge=0, le=1)
+    low: float = Field(ge=0, le=1)
+    high: float = Field(ge=0, le=1)
+
+
+class SiteRate(Artifact):
+    """How often runs found a fault at one site; layer and scope as in `LocatedFault`."""
+
+    layer: int | None
+    scope: Literal["layer", "device", "model"]
+    site: str
+    type: str
+    rate: Rate
+
+
+class Repetition(Artifact):
+    """Result of repeated runs. `any_other_site` bounds the rate of faults at a site at which no run found one."""
+
+    faulty: Rate
+    sites: tuple[SiteRate, ...]
+    any_other_site: Rate
+    interrupted: bool
+    runs: tuple[RunRecord, ...]
+
+
+class DeviceReport(Artifact):
+    """One device of a node: its identity, the verdict with its reason, and the parts that were not tested."""
+
+    device: str = Field(description="torch's name of the device, as in cuda:0")
+    hardware: Hardware | None = Field(description="null if the device could not be used at all")
+    verdict: Outcome
+    reason: str
+    faults: tuple[LocatedFault, ...] = ()
+    untested: tuple[Untested, ...] = Field(default=(), description="what no run tested")
+    forward_equivalents: float = Field(default=0.0, ge=0)
+    seconds: float = Field(default=0.0, ge=0)
+    temperature_after_celsius: float | None = None
+    repetition: Repetition | None = Field(default=None, description="null unless the runs were repeated")
+    log: str | None = Field(default=None, description="null if the log was not kept")
+
+
+class NodeReport(Artifact):
+    """Output of `aqnpipe diagnose` for several devices (--devices), repeated runs (--duration) or a history."""
+
+    time: datetime = Field(description="start, UTC")
+    host: str
+    verdict: Outcome
+    exit_code: int
+    model: str
+    dtype: str
+    attention: str
+    method: DiagnosisMethod
+    seed: int
+    versions: dict[str, str]
+    seconds: float = Field(ge=0)
+    devices: tuple[DeviceReport, ...]
+
+
+EXIT_CODES: dict[Outcome, int] = {"fault": 3, "error": 2, "abstain": 4, "healthy": 0}
+"""Exit codes, worst first: a fault of one device is never hidden by what happened to another."""

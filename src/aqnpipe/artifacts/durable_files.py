@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.provenance import sha256_of_file, sha256_of_files
 
 
 def files_in(folder: Path) -> list[str]:
@@ -14,7 +14,7 @@ def files_in(folder: Path) -> list[str]:
 
 def digests_of(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file under `folder` by relative path."""
-    return {name: sha256_of_file(folder / name) for name in files_in(folder)}
+    return sha256_of_files({name: folder / name for name in files_in(folder)})
 
 
 def damage(folder: Path, digests: Mapping[str, str]) -> str | None:

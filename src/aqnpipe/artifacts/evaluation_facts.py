@@ -3,7 +3,6 @@
 The evaluate stage compares them with the study before it writes anything; the comparison judges them again.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import combinations
@@ -13,6 +12,7 @@ import polars as pl
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.provenance import short_digest
 
 _DIGITS = 8
 """Hexadecimal digits of the digest of a row: for one row in four thousand million, a change goes unseen."""
@@ -151,5 +151,4 @@ def row_digests(rows: pl.DataFrame) -> list[str]:
 
 def row_digest(question_id: str, sample: int, response: str, num_tokens: int, finish_reason: str) -> str:
     """Return the digest of one response to one question."""
-    content = repr((question_id, sample, response, num_tokens, finish_reason)).encode(errors="surrogatepass")
-    return hashlib.blake2b(content, digest_size=_DIGITS // 2).hexdigest()
+    return short_digest((question_id, sample, response, num_tokens, finish_reason), _DIGITS // 2)

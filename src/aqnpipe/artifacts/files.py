@@ -1,8 +1,16 @@
-"""Reading and writing artifacts: with a checksum, validated, and atomically."""
+"""Reading and writing artifacts: with a checksum, validated, and atomically.
 
+Files contain their own SHA-256, so that a truncated, corrupted or edited file is detected before it is used. The digest
+is stored inside the file: one rename publishes both, and a copy keeps both. It is computed over the file with zeros in
+place of the digest. A checksum detects accidents and edits by other tools. It is not a signature, because anyone who
+runs this package can write one. The digests in the run records tie the files of a study together.
+"""
+
+import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +23,7 @@ import polars as pl
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from aqnpipe.artifacts.checksums import CHECKSUM_PLACEHOLDER, read_verified, with_checksum
-from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.base import describe_validation_error, is_pipe_or_device
 from aqnpipe.errors import DataError, first_line
 
 _JSON_END = "\n}"
@@ -32,6 +39,12 @@ RESULT_FOLDERS = ("data", "models", "srdd", "parity", "runs", "eval", "eval_on",
 
 STAGED = ".staged"
 """Suffix of the hidden folders in which artifacts are written before the rename; a killed job leaves one behind."""
+
+_MARK = "aqnpipe-sha256:"
+_NUM_DIGITS = 64
+_CHECKSUM = re.compile(rf"{_MARK}([0-9a-f]{{{_NUM_DIGITS}}})".encode())
+CHECKSUM_PLACEHOLDER = _MARK + "0" * _NUM_DIGITS
+"""Text that a writer puts where the digest belongs."""
 
 
 @contextmanager
@@ -76,7 +89,7 @@ def write_json(target: Path, model: BaseModel) -> None:
 
 def read_json(path: Path, model: type[Model]) -> Model:
     """Read and validate a JSON artifact; DataError naming the file and the first problem."""
-    content, checksum, _ = read_verified(path).decode().rpartition(_JSON_CHECKSUM)
+    content, checksum, _ = _read_verified(path).decode().rpartition(_JSON_CHECKSUM)
     if not checksum:
         raise DataError(f"{path}: its checksum is not the last key, so aqnpipe did not write it; make it again")
     return _valid(path, lambda: model.model_validate_json(content + _JSON_END))
@@ -90,7 +103,7 @@ def write_yaml(target: Path, model: BaseModel) -> None:
 
 def read_yaml(path: Path, model: type[Model]) -> Model:
     """Read and validate a YAML artifact; DataError naming the file and the first problem."""
-    return _valid(path, lambda: model.model_validate(yaml.safe_load(read_verified(path).decode())))
+    return _valid(path, lambda: model.model_validate(yaml.safe_load(_read_verified(path).decode())))
 
 
 def write_table(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> None:
@@ -139,7 +152,7 @@ def _is_valid_together(tables: Sequence[pl.DataFrame], schema: type[pa.DataFrame
 
 def read_unchecked_table(path: Path) -> pl.DataFrame:
     """Read all columns of a parquet artifact without validating them; DataError as in `read_table`."""
-    content = read_verified(path)
+    content = _read_verified(path)
     try:
         return pl.read_parquet(io.BytesIO(content))
     except pl.exceptions.PolarsError as error:
@@ -165,3 +178,35 @@ def _validated(path: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel])
         return schema.validate(table)
     except pa.errors.SchemaError as error:
         raise DataError(f"{path}: {first_line(error)}") from error
+
+
+def with_checksum(content: bytes) -> bytes:
+    """Return `content` with its digest in place of the last `CHECKSUM_PLACEHOLDER`; DataError if it contains none."""
+    place = content.rfind(CHECKSUM_PLACEHOLDER.encode())
+    if place < 0:
+        raise DataError("content without a place for its checksum; this is a bug")
+    return _with_digest(content, place + len(_MARK), hashlib.sha256(content).hexdigest().encode())
+
+
+def _read_verified(path: Path) -> bytes:
+    """Return the bytes of `path`; DataError if the file is missing, unreadable, or fails its checksum."""
+    if is_pipe_or_device(path):
+        raise DataError(f"{path}: found a pipe, socket or device, expected a file")
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    found = list(_CHECKSUM.finditer(content))
+    if not found:
+        raise DataError(f"{path}: no checksum in it, so it is truncated or was not written by aqnpipe; make it again")
+    start = found[-1].start(1)
+    bare = _with_digest(content, start, b"0" * _NUM_DIGITS)
+    if hashlib.sha256(bare).hexdigest().encode() != found[-1].group(1):
+        raise DataError(f"{path}: its content and its SHA-256 do not match: damaged or edited; make it again")
+    return content
+
+
+def _with_digest(content: bytes, start: int, digest: bytes) -> bytes:
+    return content[:start] + digest + content[start + _NUM_DIGITS :]

@@ -4,9 +4,8 @@ from typing import Literal
 
 import pandera.polars as pa
 
-from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.base import Artifact, Statement
 from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
-from aqnpipe.artifacts.statements import Statement
 
 
 class LossStudyTable(pa.DataFrameModel):

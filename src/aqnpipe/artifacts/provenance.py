@@ -2,7 +2,9 @@
 
 import ast
 import hashlib
+import json
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +30,21 @@ def sha256_of_file(path: Path) -> str:
     """Return the SHA-256 of a file's bytes as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_files(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return the SHA-256 of each file by name."""
+    return {name: sha256_of_file(path) for name, path in files.items()}
+
+
+def sha256_of_json(content: object) -> str:
+    """Return the SHA-256 of plain data, which does not depend on the order of keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def short_digest(value: object, num_bytes: int) -> str:
+    """Return the BLAKE2b digest of the text of a value as hex, for comparisons within one study."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=num_bytes).hexdigest()
 
 
 def versions() -> dict[str, str]:

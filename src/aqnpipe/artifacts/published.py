@@ -2,9 +2,8 @@
 
 from typing import Literal
 
-from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.base import Artifact, Statement
 from aqnpipe.artifacts.comparisons import ClaimVerdict
-from aqnpipe.artifacts.statements import Statement
 
 
 class CheckedAccuracy(Artifact):

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
-from aqnpipe.artifacts.sampler_distance import DistanceGrowth
 from aqnpipe.config.run import TrainingSpec
 
 DRAWS = "tokens drawn in rollouts"
@@ -24,6 +23,25 @@ INITIAL = "weights before training"
 
 _LEARNING_RATE_ERROR = 1e-9
 """Relative error of a learning rate: both sides compute it in float64."""
+
+
+class DistanceGrowth(Artifact):
+    """The mean distance |d| per token, in nats, in the first and the last fifth of the rollouts of a run.
+
+    `standard_error`: of the difference of the two means, over rollouts. `has_grown`: the difference is beyond what
+    varies from rollout to rollout.
+    """
+
+    num_rollouts: int
+    first_mean: float
+    last_mean: float
+    standard_error: float
+    has_grown: bool
+
+    @property
+    def num_compared(self) -> int:
+        """Rollouts in each of the two fifths."""
+        return fifth_of(self.num_rollouts)
 
 
 class Recomputed(Artifact):
@@ -266,3 +284,8 @@ def required_recomputations(spec: TrainingSpec) -> tuple[str, ...]:
     """Return the recomputations that every complete run of `spec` contains."""
     names = (DRAWS, LOSS_GRADIENT, STEP_GRADIENT, CLIPPING, UPDATE, CONTINUITY, VALIDATION_DRAWS, INITIAL)
     return (*names, REFERENCE) if spec.training.kl_coefficient > 0 else names
+
+
+def fifth_of(num_rollouts: int) -> int:
+    """Return the number of rollouts in a fifth of them, rounded down."""
+    return num_rollouts // 5

@@ -1,4 +1,4 @@
-"""Entry point of the command line."""
+"""Entry point of the command line, and two commands that only pass on what others do: `schema` and `lm-eval`."""
 
 import sys
 from importlib.metadata import version
@@ -14,7 +14,6 @@ from aqnpipe.cli.doctor.command import doctor
 from aqnpipe.cli.exec import execute
 from aqnpipe.cli.export import export
 from aqnpipe.cli.init import init
-from aqnpipe.cli.lm_eval import lm_eval
 from aqnpipe.cli.measure_noise import measure_noise
 from aqnpipe.cli.parity.capture import capture
 from aqnpipe.cli.parity.command import parity
@@ -22,14 +21,14 @@ from aqnpipe.cli.plan import plan
 from aqnpipe.cli.report import report
 from aqnpipe.cli.robustness.command import robustness
 from aqnpipe.cli.run import run
-from aqnpipe.cli.schema import schema
 from aqnpipe.cli.score import score
 from aqnpipe.cli.sensitivity import sensitivity
 from aqnpipe.cli.sigmas import sigmas
 from aqnpipe.cli.verify import verify
 from aqnpipe.cli.view import view
 from aqnpipe.config.base import describe_validation_error
-from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, printable
+from aqnpipe.config.schema import study_schema
+from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, printable
 
 _EXIT_INTERRUPTED = 130
 """128 and the number of SIGINT, as shells report it."""
@@ -53,6 +52,32 @@ def _options(
     ] = False,
 ) -> None:
     """Experiments on noise-robust post-training of language models, with measured noise in every run."""
+
+
+def schema() -> None:
+    """Print the JSON schema of study files, the content of config/schema.json."""
+    typer.echo(study_schema(), nl=False)
+
+
+def lm_eval(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS...", help="as of `lm_eval`, with --model aqnpipe")
+    ] = None,
+) -> None:
+    """Evaluate a model under noise on tasks of lm-evaluation-harness.
+
+    Example: `aqnpipe lm-eval --model aqnpipe --model_args pretrained=./model,noise=0.05,noise_seed=0 --tasks gsm8k`.
+    """
+    # The harness finds no models of other packages by itself.
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        raise ConfigError("lm-evaluation-harness is not installed: pip install 'aqnpipe[lm-eval]'") from error
+    import aqnpipe.integrations.lm_harness  # noqa: F401 - registers the model
+
+    # The harness reads its arguments from there.
+    sys.argv = ["lm-eval", *(arguments or ["--help"])]
+    cli_evaluate()
 
 
 for command in (

@@ -18,7 +18,7 @@ from aqnpipe.errors import ConfigError, DataError, ModelError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from aqnpipe.artifacts.sensitivities import SensitivityFile
+    from aqnpipe.artifacts.diagnoses import SensitivityFile
     from aqnpipe.diagnosis.scored_texts import ScoredText
 
 
@@ -48,9 +48,9 @@ def sensitivity(
     """
     import torch
 
+    from aqnpipe.artifacts.diagnoses import SensitivityFile
     from aqnpipe.artifacts.files import write_json
     from aqnpipe.artifacts.hardware import read_hardware
-    from aqnpipe.artifacts.sensitivities import SensitivityFile
     from aqnpipe.cli.terminal import console_of
     from aqnpipe.diagnosis import sensitivity as measurement
     from aqnpipe.diagnosis.api import device_label

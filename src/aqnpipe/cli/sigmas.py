@@ -33,10 +33,9 @@ def sigmas(
     """Derive one AQN sigma per layer, with reasons, from a diagnosis; print it as YAML."""
     import polars as pl
 
-    from aqnpipe.artifacts.diagnoses import SENSITIVITY_SCALE, DiagnosisFile, Verdict
+    from aqnpipe.artifacts.diagnoses import SENSITIVITY_SCALE, DiagnosisFile, SensitivityFile, Verdict
     from aqnpipe.artifacts.files import read_json, write_yaml
     from aqnpipe.artifacts.measured_errors import measured_layer_errors
-    from aqnpipe.artifacts.sensitivities import SensitivityFile
     from aqnpipe.diagnosis.sigmas import layer_sigmas
 
     if parity is not None and strategy != NEEDS_PARITY:

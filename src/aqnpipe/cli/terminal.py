@@ -1,7 +1,8 @@
-"""Output of commands: consoles and tables."""
+"""Output of commands: consoles and tables; and which options were given, as opposed to defaults."""
 
 from collections.abc import Sequence
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -29,3 +30,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return one line per row, with the cells of a column in the same place; rows have equally many cells."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def given_options(context: typer.Context) -> list[str]:
+    """Return the names of the arguments and options that are on the command line, in the order of the command's own."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -1,15 +1,34 @@
-"""Statements about a tested comparison: its numbers, the conclusion, and the sizes that would show more."""
+"""Statements about a tested comparison: its numbers, the conclusion, the sizes that would show more, and the answer.
 
-from aqnpipe.artifacts.statements import Statement, statement
-from aqnpipe.comparison.contrasts import Contrast, Scores
+In a study that adds seeds, each claim has the numbers of the look at which it ended."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from aqnpipe.artifacts.base import Statement, statement
+from aqnpipe.artifacts.comparisons import Claim, ClaimAtLook, ClaimState, ClaimVerdict, LookFile
+from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts, Scores
+from aqnpipe.comparison.evaluations import LoadedEvaluation
+from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.comparison.judgement import EFFECTS, Judgement, is_decidable
-from aqnpipe.config.analysis import StatisticsConfig
+from aqnpipe.config.analysis import Comparison, StatisticsConfig
+from aqnpipe.config.study import Study
 from aqnpipe.statistics.clusters import neighbours_vary_together
 from aqnpipe.statistics.crossed_effects import Estimate
 from aqnpipe.statistics.sample_sizes import MAX_SEEDS_SEARCHED
 
 _NOTABLE = 0.01
 """Differences below a point are not compared between scorers."""
+
+_VERDICTS: Mapping[ClaimState, ClaimVerdict] = {
+    "open": "not_shown",
+    "futile": "not_shown",
+    "supported": "supported",
+    "refuted": "refuted",
+    "equivalent": "equivalent",
+    "invalid": "invalid",
+}
 
 
 def statements_of(
@@ -155,3 +174,132 @@ def _why_not_shown(
     elif judgement.questions_needed is not None:
         found.append(statement("claim.questions_needed", questions=judgement.questions_needed))
     return found
+
+
+def answer_of(
+    claims: Sequence[Claim],
+    rows: Sequence[Mapping[str, Any]],
+    looks: Mapping[str, ClaimAtLook],
+    comparisons: Mapping[str, Comparison],
+    power: float,
+) -> Statement | None:
+    """Return the sentence that answers the primary claim; None if the study declares none.
+
+    rows: the comparison table. looks: the claims of a study that adds seeds at their last looks, by id. comparisons:
+    the declared ones, by id. power: probability with which the further seeds that the sentence names decide the claim.
+    """
+    primary = next((claim for claim in claims if claim.role == "primary"), None)
+    if primary is None:
+        return None
+    if primary.verdict == "invalid":
+        return statement("answer.invalid", claim=primary.claim, reason=primary.invalid_reason or "")
+    row = next(row for row in rows if row["comparison_id"] == primary.comparison_id)
+    is_open = primary.verdict == "not_shown"
+    return statement(
+        "answer.sentence",
+        verdict=_verdict(primary, comparisons[primary.comparison_id]),
+        claim=primary.claim,
+        finding=_finding(row),
+        interval=_interval(row),
+        sample=statement("detail.sample", seeds=row["num_seeds"], questions=row["num_questions"]),
+        outlook=(_outlook(primary, row, looks.get(primary.comparison_id), power),) if is_open else (),
+    )
+
+
+def _verdict(claim: Claim, comparison: Comparison) -> Statement:
+    if claim.verdict == "equivalent":
+        return statement("answer.equivalent", margin=comparison.equivalent_within or 0.0)
+    return statement(f"answer.verdict.{claim.verdict}")
+
+
+def _finding(row: Mapping[str, Any]) -> Statement:
+    """Return the difference, without its sign."""
+    sign, difference = "more" if row["difference"] > 0 else "less", abs(row["difference"])
+    if row["kind"] == "degradation":
+        return statement(f"answer.degradation.{sign}", level=row["treatment_level"], difference=difference)
+    return statement(f"answer.accuracy.{sign}", difference=difference)
+
+
+def _interval(row: Mapping[str, Any]) -> Statement:
+    """Return the interval in the direction in which the difference is stated, with the margin if there is one."""
+    level, low, high = row["interval_level"], row["ci_low"], row["ci_high"]
+    if row["difference"] <= 0:
+        low, high = -high, -low
+    if row["margin"] is None:
+        return statement("answer.interval", level=level, low=low, high=high)
+    return statement("answer.interval_and_margin", level=level, low=low, high=high, margin=row["margin"])
+
+
+def _outlook(claim: Claim, row: Mapping[str, Any], look: ClaimAtLook | None, power: float) -> Statement:
+    """Return what would decide an open claim, if the true difference is the measured one."""
+    if any(found.key == "claim.one_run" for found in claim.statements):
+        return statement("answer.one_run")
+    if look is not None and look.state == "futile":
+        return statement("answer.futile", chance=look.chance or 0.0)
+    if row["seeds_needed"] is not None:
+        return statement("answer.more_seeds", seeds=max(row["seeds_needed"] - row["num_seeds"], 1), power=power)
+    if row["num_seeds"] == 1 and row["questions_needed"] is not None:
+        return statement("answer.more_questions", questions=row["questions_needed"], power=power)
+    return statement("answer.no_number")
+
+
+def last_looks(study: Study, looks: Sequence[LookFile]) -> dict[str, ClaimAtLook]:
+    """Return the claims of a study that adds seeds at their last looks, by id; empty if the seeds are fixed.
+
+    Before the first look all claims are open and have not been tested.
+    """
+    if study.adaptive_seeds is None:
+        return {}
+    known = {claim.comparison_id: claim for claim in looks[-1].claims} if looks else {}
+    return {
+        name: known.get(name) or ClaimAtLook(comparison_id=name, state="open", look=0, seeds=study.adaptive_seeds.start)
+        for name in comparison_ids(study.comparisons())
+    }
+
+
+def contrasts_at_looks(
+    study: Study, loaded: Mapping[Checkpoint, LoadedEvaluation], looks: Sequence[LookFile]
+) -> list[Contrast]:
+    """Return every comparison on the seeds of the last look at it; none if the seeds are fixed."""
+    claims = last_looks(study, looks)
+    of_seeds = {
+        number: Contrasts(study.with_seeds(number), loaded)
+        for number in sorted({claim.seeds for claim in claims.values()})
+    }
+    named = comparison_ids(study.comparisons())
+    return [of_seeds[claim.seeds].of(named[name], name) for name, claim in claims.items()]
+
+
+def judgement_at_look(judgement: Judgement, claim: ClaimAtLook) -> Judgement:
+    """Return the judgement with verdict, interval and p-values of the last look, which are adjusted for all looks."""
+    numbers = (claim.p_value, claim.p_looks, claim.p_holm, claim.ci_low, claim.ci_high, claim.interval_level)
+    if any(number is None for number in numbers):
+        return replace(judgement, verdict="not_shown", seeds_needed=None)
+    p_value, p_looks, p_holm, low, high, level = (float(number or 0.0) for number in numbers)
+    claimed = replace(judgement.claimed, p_value=p_looks, p_holm=p_holm)
+    other = judgement.other
+    if other is not None and claim.p_other is not None and claim.p_other_holm is not None:
+        other = replace(other, p_value=claim.p_other, p_holm=claim.p_other_holm)
+    return replace(
+        judgement,
+        verdict=_VERDICTS[claim.state],
+        p_value=p_value,
+        p_looks=p_looks,
+        claimed=claimed,
+        other=other,
+        interval_level=level,
+        ci_low=low,
+        ci_high=high,
+    )
+
+
+def look_statement(claim: ClaimAtLook, comparison: Comparison) -> Statement:
+    """Return how far the looks at a claim came, and how it ended."""
+    if claim.look == 0:
+        return statement("look.none")
+    look, seeds = claim.look, claim.seeds
+    if claim.state == "equivalent":
+        return statement("look.equivalent", look=look, seeds=seeds, margin=comparison.equivalent_within or 0.0)
+    if claim.state == "futile":
+        return statement("look.futile", look=look, seeds=seeds, chance=claim.chance or 0.0)
+    return statement("look.open" if claim.state == "open" else "look.decided", look=look, seeds=seeds)

@@ -17,8 +17,7 @@ from aqnpipe.artifacts.comparisons import RefusalKind
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, validate_tables
-from aqnpipe.artifacts.lineage import record_problems
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, record_problems
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.errors import DataError
@@ -68,7 +67,7 @@ class LevelScores:
 
 
 @dataclass(frozen=True)
-class Problem:
+class UnusableReason:
     """A reason why no comparison may use an evaluation."""
 
     kind: RefusalKind
@@ -81,7 +80,7 @@ class LoadedEvaluation:
 
     source: EvaluationInput
     levels: Mapping[float, LevelScores]
-    problems: tuple[Problem, ...]
+    problems: tuple[UnusableReason, ...]
     weights: str | None
     setting: Mapping[str, str]
     accuracy: pl.DataFrame
@@ -145,7 +144,7 @@ def _loaded(
     return LoadedEvaluation(
         source=source,
         levels=levels,
-        problems=tuple(Problem(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
+        problems=tuple(UnusableReason(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
         weights=record.inputs_sha256.get("weights"),
         setting=_setting(record)
         | _facts_setting(receipts.facts)

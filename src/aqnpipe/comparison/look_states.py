@@ -1,14 +1,13 @@
 """Consequences of the looks of a study that adds seeds: the next look, the seeds of every arm, and the end."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aqnpipe.artifacts.comparisons import LookDesign, LookFile
 from aqnpipe.artifacts.files import read_json, write_json
-from aqnpipe.artifacts.looks import LookDesign, LookFile
-from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.provenance import sha256_of_file, sha256_of_json
 from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.plan import StudyPlan
@@ -233,8 +232,4 @@ def _settings(study: Study) -> dict[str, str]:
         evaluation = plan.evaluation_spec(model=role, arm=arm, seed="0", step=str(study.num_steps))
         model = config.models[role].model_dump(mode="json")
         found[arm] = [model, plan.training_spec(arm, 0), evaluation]
-    return {name: _digest(content) for name, content in found.items()}
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return {name: sha256_of_json(content) for name, content in found.items()}

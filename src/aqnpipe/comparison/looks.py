@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from scipy import stats
 
+from aqnpipe.artifacts.comparisons import ClaimAtLook, ClaimState, LookDesign, LookFile
 from aqnpipe.artifacts.files import write_json
-from aqnpipe.artifacts.looks import ClaimAtLook, ClaimState, LookDesign, LookFile
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.comparison.contrasts import Checkpoint, Contrasts
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluations

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from aqnpipe.artifacts.comparisons import MachineDifferenceTable
 from aqnpipe.artifacts.files import read_json, write_csv, write_table
-from aqnpipe.artifacts.machine_differences import MachineDifferenceTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.contrasts import Checkpoint, RefusedError, checkpoint_name, refuse_bad_evaluation
 from aqnpipe.comparison.evaluations import LoadedEvaluation, load_evaluations

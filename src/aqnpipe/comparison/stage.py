@@ -15,19 +15,26 @@ import polars as pl
 from aqnpipe.artifacts.comparisons import (
     AccuracyTable,
     Claim,
+    ClaimAtLook,
     ClaimsFile,
     ComparisonTable,
     DifferenceTable,
     Family,
+    LookFile,
     RobustnessTable,
 )
 from aqnpipe.artifacts.files import read_json, write_csv, write_json, write_table
-from aqnpipe.artifacts.lineage import digests_of_outputs
-from aqnpipe.artifacts.looks import ClaimAtLook, LookFile
+from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.aa_controls import aa_control_rates
-from aqnpipe.comparison.answer import answer_of
-from aqnpipe.comparison.claims import statements_of
+from aqnpipe.comparison.claims import (
+    answer_of,
+    contrasts_at_looks,
+    judgement_at_look,
+    last_looks,
+    look_statement,
+    statements_of,
+)
 from aqnpipe.comparison.contrasts import (
     Checkpoint,
     Contrast,
@@ -38,12 +45,10 @@ from aqnpipe.comparison.contrasts import (
     checkpoint_name,
     refuse_bad_evaluation,
 )
-from aqnpipe.comparison.differences import difference_rows
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluations
 from aqnpipe.comparison.identity import comparison_ids, error_families
-from aqnpipe.comparison.judgement import Judgement, Tested, adjusted_tests, evidence_of, judge
+from aqnpipe.comparison.judgement import Judgement, Tested, adjusted_tests, difference_rows, evidence_of, judge
 from aqnpipe.comparison.lineage import lineage_problems
-from aqnpipe.comparison.verdicts_at_looks import contrasts_at_looks, judgement_at_look, last_looks, look_statement
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
@@ -159,7 +164,7 @@ def compare(
             missing=missing_evaluations(study, set(loaded)),
             answer=answer_of(claims, rows, decided, comparison_ids(study.comparisons()), settings.power),
             looks=tuple(looks),
-            tables_sha256=digests_of_outputs(
+            tables_sha256=sha256_of_files(
                 {
                     path.name: path
                     for path in (outputs.accuracy, outputs.comparisons, outputs.robustness, outputs.differences)

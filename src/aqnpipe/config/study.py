@@ -16,11 +16,11 @@ from aqnpipe.config.dataset import DatasetConfig, LmEvalDataset, PromptFormat
 from aqnpipe.config.default_comparisons import all_pairs, default_comparisons
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.evaluation import StudyEvaluationConfig
+from aqnpipe.config.evaluation_noise import with_numbered_noises
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
 from aqnpipe.config.noise import LayerSigmas, Machine
-from aqnpipe.config.noise_names import with_numbered_noises
 from aqnpipe.config.own_code import located
 from aqnpipe.config.seeds import AdaptiveSeeds, Seeds, seed_numbers
 from aqnpipe.config.training import Keep, TrainingConfig

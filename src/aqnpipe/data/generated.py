@@ -1,29 +1,33 @@
-"""Generated problems of both tasks in the format of GSM8K. Every distinct question belongs to exactly one pool."""
+"""Generated problems of both tasks in the format of GSM8K. Every distinct question belongs to exactly one pool.
+
+The second task compares numbers in a story with a limit and counts; no other arithmetic is needed. It uses the words of
+the word problems (`data/stories.py`), so that both tasks share the tiny models' tokenizer.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Literal, get_args
 
 import numpy as np
 
 from aqnpipe.config.dataset import GeneratedDataset, GeneratedTask, Split
-from aqnpipe.data.comparison import draw_comparison
-from aqnpipe.data.stories import Difficulty, Problem, draw_problem
+from aqnpipe.data.stories import DISTRACTORS, NAMES, OBJECTS, OPENINGS, Difficulty, Problem, draw_problem
 from aqnpipe.errors import DataError
 from aqnpipe.seeding import derive_seed
 
 Pool = Literal["pretrain", "selection", "train", "test"]
-
-_DRAW: dict[GeneratedTask, Callable[[np.random.Generator, Difficulty], Problem]] = {
-    "word_problems": draw_problem,
-    "comparison": draw_comparison,
-}
 
 # The pool of each sixteenth of all questions. Only the recipe of the built-in models uses `pretrain` and `selection`.
 _POOL_OF_SIXTEENTH: tuple[Pool, ...] = ("pretrain",) * 8 + ("selection",) + ("train",) * 4 + ("test",) * 3
 # A pool counts as exhausted after this many draws without a new problem (one or two seconds). The probability of a new
 # problem per draw is then below one in a thousand.
 _MAX_DRAWS_WITHOUT_NEW_PROBLEM = 10_000
+
+QUESTIONS = {
+    "more": "How many have more than {limit} {objects}?",
+    "fewer": "How many have fewer than {limit} {objects}?",
+}
 
 
 def normalise_question(question: str) -> str:
@@ -81,3 +85,59 @@ def generate_problems(config: GeneratedDataset, split: Split) -> list[Problem]:
 def difficulty_of(config: GeneratedDataset) -> Difficulty:
     """Return the difficulty parameters of a data set."""
     return Difficulty(config.min_steps, config.max_steps, config.max_number, config.distractor_probability)
+
+
+def _draw_comparison(rng: np.random.Generator, difficulty: Difficulty) -> Problem:
+    """Draw a problem: `num_steps + 1` people have numbers of objects; how many have more, or fewer, than a limit?
+
+    A line of the worked answer has a number, its relation to the limit and the count so far. Numbers are 2 to
+    `max_number`, so that every noun is a plural, and none equals the limit.
+    """
+    num_steps = int(rng.integers(difficulty.min_steps, difficulty.max_steps + 1))
+    people = [NAMES[index] for index in rng.permutation(len(NAMES))[: num_steps + 1]]
+    objects = _choose(rng, OBJECTS)
+    limit = int(rng.integers(2, difficulty.max_number + 1))
+    numbers = [_draw_other_number(rng, limit, difficulty.max_number) for _ in people]
+    facts = [
+        _choose(rng, OPENINGS).format(N=person, a=number, objects=objects)
+        for person, number in zip(people, numbers, strict=True)
+    ]
+    has_distractor = bool(rng.random() < difficulty.distractor_probability)
+    if has_distractor:
+        facts.insert(int(rng.integers(len(facts) + 1)), _distraction(rng, objects, difficulty.max_number))
+    requested = _choose(rng, tuple(QUESTIONS))
+    relations = ["more" if number > limit else "fewer" for number in numbers]
+    tallies = accumulate(int(relation == requested) for relation in relations)
+    worked = [
+        f"{number} {relation} {tally}" for number, relation, tally in zip(numbers, relations, tallies, strict=True)
+    ]
+    return Problem(
+        question=" ".join([*facts, QUESTIONS[requested].format(limit=limit, objects=objects)]),
+        answer="\n".join([*worked, f"#### {relations.count(requested)}"]),
+        num_steps=num_steps,
+        has_distractor=has_distractor,
+        kind=f"{requested} of {len(numbers)}",
+    )
+
+
+def _choose(rng: np.random.Generator, options: tuple[str, ...]) -> str:
+    return options[int(rng.integers(len(options)))]
+
+
+def _draw_other_number(rng: np.random.Generator, taken: int, max_number: int) -> int:
+    """Draw a number from 2 to `max_number` other than `taken`."""
+    number = int(rng.integers(2, max_number))
+    return number + (number >= taken)
+
+
+def _distraction(rng: np.random.Generator, objects: str, max_number: int) -> str:
+    """Return a sentence with a number that must be ignored: of other objects, or an age."""
+    others = _choose(rng, tuple(other for other in OBJECTS if other != objects))
+    number = int(rng.integers(2, max_number + 1))
+    return _choose(rng, DISTRACTORS).format(D=_choose(rng, NAMES), d=number, others=others)
+
+
+_DRAW: dict[GeneratedTask, Callable[[np.random.Generator, Difficulty], Problem]] = {
+    "word_problems": draw_problem,
+    "comparison": _draw_comparison,
+}

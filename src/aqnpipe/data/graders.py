@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from aqnpipe.config.evaluation import EvaluationConfig, Scorer, scorer_column
-from aqnpipe.config.own_functions import load_function, planned_function, unusable_result
+from aqnpipe.config.own_code import load_function, planned_function, unusable_result
 from aqnpipe.data.scoring import SCORERS, Graded, grade
 
 Grader = Callable[[str, str], Graded]

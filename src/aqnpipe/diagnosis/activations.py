@@ -14,8 +14,15 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.patterns import selection, selection_weight
-from aqnpipe.diagnosis.reference import FEW_ROWS, FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
-from aqnpipe.diagnosis.substitute import substituted, zero_bias
+from aqnpipe.diagnosis.reference import (
+    FEW_ROWS,
+    FLOAT32_EPS,
+    PRODUCT_BITS,
+    full_mantissas,
+    mantissa_bits,
+    substituted,
+    zero_bias,
+)
 from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.sites import LayerSites
 

@@ -24,7 +24,7 @@ from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.diagnose import diagnose_model, layer_metrics
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.loading import sha256_of
+from aqnpipe.models.loading import weights_sha256
 from aqnpipe.seeding import keyed_generator
 
 RANDOM_PROMPT_TOKENS = 64
@@ -71,7 +71,7 @@ def diagnose(
         {
             **diagnosed.verdict.model_dump(),
             "model": name or getattr(settings, "name_or_path", "") or type(model).__name__,
-            "weights_sha256": None if weights is None else sha256_of(sorted(weights.glob("*.safetensors"))),
+            "weights_sha256": None if weights is None else weights_sha256(weights),
             "device": device_label(device_of(model), hardware),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "attention": str(getattr(settings, "_attn_implementation", None) or "unknown"),

@@ -14,8 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.attention_operands import KINDS, VALUE_BITS, kind_of, known_operands, like
-from aqnpipe.diagnosis.attention_reference import Setting, gradients, reference
+from aqnpipe.diagnosis.attention_operands import (
+    KINDS,
+    VALUE_BITS,
+    Setting,
+    gradients,
+    kind_of,
+    known_operands,
+    like,
+    reference,
+)
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.reference import full_mantissas, on_host
 from aqnpipe.error_bounds import few_roundings

@@ -4,17 +4,16 @@ Probe inputs are Latin squares of powers of two, so every channel carries large 
 changes them in its own way: a dead zone zeroes the smallest, a clamp cuts the largest, a gain multiplies all.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from scipy import stats
 from torch import Tensor
 
-from aqnpipe.artifacts.diagnoses import FaultKind, LocatedFault
+from aqnpipe.artifacts.diagnoses import FaultBits, FaultKind, LocatedFault, TilePlace
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check, Mismatch, differs
-from aqnpipe.diagnosis.fault_bits import fault_bits, tile_place, wrong_calls
-from aqnpipe.diagnosis.locate import Suspect
 from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
 
 _MOST_INFORMATIVE = ("finite", "identity", "linear", "attention", "mlp", "norm", "mantissa", "integer", "accumulator")
@@ -32,6 +31,23 @@ _NOT_COUNTED = ("chain", "monomial")
 _ROUNDINGS = 4.0
 """Tolerance of explanations in roundings: both the fault and its difference from the expected value are rounded."""
 
+_TILE_WIDTHS = (16, 32, 64, 128)
+"""Widths of the tiles of matrix units, in channels."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Evidence = dict[tuple[int, str], list[Check]]
+"""Mismatching checks by (layer, site)."""
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    """A site with wrong answers: in `layers`, of which the evidence is that of the first; shared by most or not."""
+
+    site: str
+    layers: tuple[int, ...]
+    is_device_wide: bool
+    evidence: tuple[Check, ...]
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -48,7 +64,7 @@ class Mark:
     high: float | None = None
 
 
-def classify(suspect: Suspect, all_checks: Sequence[Check]) -> LocatedFault:
+def classify(suspect: _Suspect, all_checks: Sequence[Check]) -> LocatedFault:
     """Return the fault behind a suspect; `all_checks` are those of its site in the layer of its evidence."""
     evidence = suspect.evidence
     informative = most_informative(evidence)
@@ -83,7 +99,7 @@ def classify(suspect: Suspect, all_checks: Sequence[Check]) -> LocatedFault:
 
 def _calls(evidence: Sequence[Check], all_checks: Sequence[Check]) -> tuple[int, int]:
     """Return the wrong and all compared calls, without weights in memory, of which no module is called."""
-    wrong = sum(wrong_calls(c.mismatch) for c in evidence if c.mismatch and c.probe not in CHECKSUM_PROBES)
+    wrong = sum(_wrong_calls(c.mismatch) for c in evidence if c.mismatch and c.probe not in CHECKSUM_PROBES)
     shown = (c for c in all_checks if c.probe not in CHECKSUM_PROBES and (c.mismatch or c.probe not in _OF_ITSELF))
     return wrong, sum(check.calls for check in shown)
 
@@ -245,3 +261,123 @@ def _in_words(evidence: Sequence[Check], num_channels: int) -> str:
     is_nan = any(bool(check.mismatch.observed.isnan().any()) for check in evidence if check.mismatch)
     deviation = "some values are NaN" if is_nan else f"largest relative deviation {worst.deviation:.3g}"
     return f"{num_channels} of {evidence[0].num_channels} channels are wrong ({probes}; {deviation})"
+
+
+def fault_bits(mismatch: Mismatch) -> FaultBits | None:
+    """Return the bits of the wrong values; None if no wrong value was kept."""
+    wrong = differs(mismatch.expected, mismatch.observed)
+    if not wrong.any():
+        return None
+    expected, observed = _words(mismatch.expected[wrong], mismatch), _words(mismatch.observed[wrong], mismatch)
+    flipped = expected ^ observed
+    width = mismatch.dtype.itemsize * 8
+    counts = {bit: int(((flipped >> bit) & 1).sum()) for bit in range(width)}
+    return FaultBits(
+        expected=_hex(expected[0], width),
+        observed=_hex(observed[0], width),
+        xor_mask=_hex(flipped[0], width),
+        flipped={bit: count for bit, count in counts.items() if count},
+        values=len(flipped),
+    )
+
+
+def tile_place(channels: Sequence[int], num_channels: int) -> TilePlace | None:
+    """Return the smallest tile width with which the channels are periodic; None without a period of at least two."""
+    found = set(channels)
+    for width in _TILE_WIDTHS:
+        offsets = {channel % width for channel in found}
+        every = {channel for channel in range(num_channels) if channel % width in offsets}
+        if num_channels >= 2 * width and len(offsets) < width and found == every:
+            return TilePlace(width=width, offsets=tuple(sorted(offsets)))
+    return None
+
+
+def _wrong_calls(mismatch: Mismatch) -> int:
+    """Return the number of calls with a wrong value."""
+    wrong = differs(mismatch.expected, mismatch.observed).any(1)
+    return sum(bool(part.any()) for part in wrong.chunk(mismatch.calls))
+
+
+def _words(values: Tensor, mismatch: Mismatch) -> Tensor:
+    """Return the bit patterns of float64 `values` in the dtype of the mismatch, as non-negative int64."""
+    words = values.to(mismatch.dtype).view(_INTEGERS[mismatch.dtype.itemsize]).long()
+    width = mismatch.dtype.itemsize * 8
+    return words & ((1 << width) - 1) if width < 64 else words
+
+
+def _hex(word: Tensor, width: int) -> str:
+    return f"0x{int(word) % (1 << width):0{width // 4}x}"
+
+
+def mismatching(checks: Sequence[Check]) -> Evidence:
+    """Return the checks with a mismatch, by place."""
+    found: Evidence = defaultdict(list)
+    for check in checks:
+        if check.mismatch:
+            found[check.layer, check.site].append(check)
+    return dict(found)
+
+
+def suspects(evidence: Evidence, checks: Sequence[Check]) -> list[_Suspect]:
+    """Return the suspects: one for a site whose same channels are wrong in most layers, else one for each layer.
+
+    Most layers are more than half of those that have the site, at least two. Channels that are wrong in one layer only,
+    at a site that is wrong in most, are that layer's own fault.
+    """
+    by_site: dict[str, dict[int, list[Check]]] = defaultdict(dict)
+    for (layer, site), found in evidence.items():
+        by_site[site][layer] = found
+    result: list[_Suspect] = []
+    for site, layers in by_site.items():
+        shared = _shared_channels(layers, _layers_of(site, checks))
+        if not shared:
+            result += [_Suspect(site, (layer,), False, tuple(found)) for layer, found in layers.items()]
+            continue
+        wide = {layer: _restricted(found, shared, keep=True) for layer, found in layers.items()}
+        wide = {layer: found for layer, found in wide.items() if found}
+        own = {layer: rest for layer, found in layers.items() if (rest := _restricted(found, shared, keep=False))}
+        result.append(_Suspect(site, tuple(sorted(wide)), True, wide[min(wide)]))
+        if 2 * len(own) < len(layers):  # in most layers, other channels come from a fault that is random
+            result += [_Suspect(site, (layer,), False, found) for layer, found in own.items()]
+    return result
+
+
+def _layers_of(site: str, checks: Sequence[Check]) -> set[int]:
+    return {check.layer for check in checks if check.site == site and check.layer != OUTSIDE_LAYERS}
+
+
+def _shared_channels(layers: Mapping[int, Sequence[Check]], probed: set[int]) -> set[int]:
+    """Return the channels that are wrong in most of the probed layers."""
+    counts: dict[int, int] = defaultdict(int)
+    for found in layers.values():
+        for channel in {int(c) for check in found if check.mismatch for c in check.mismatch.channels}:
+            counts[channel] += 1
+    most = max(2, len(probed) // 2 + 1)
+    return {channel for channel, count in counts.items() if count >= most}
+
+
+def _restricted(found: Sequence[Check], channels: set[int], *, keep: bool) -> tuple[Check, ...]:
+    """Return the checks reduced to `channels`, or to all others, without those that have no mismatch left."""
+    reduced = []
+    for check in found:
+        if check.mismatch is None:
+            continue
+        mask = [(int(channel) in channels) == keep for channel in check.mismatch.channels]
+        if any(mask):
+            reduced.append(replace(check, mismatch=_columns(check.mismatch, mask)))
+    return tuple(reduced)
+
+
+def _columns(mismatch: Mismatch, mask: Sequence[bool]) -> Mismatch:
+    def kept(values: Tensor) -> Tensor:
+        columns = [i for i in range(values.shape[1]) if mask[i]]
+        return values[:, columns] if columns else values
+
+    chosen = [i for i, keep in enumerate(mask) if keep]
+    return replace(
+        mismatch,
+        channels=mismatch.channels[chosen],
+        deviations=mismatch.deviations[chosen],
+        expected=kept(mismatch.expected),
+        observed=kept(mismatch.observed),
+    )

@@ -1,15 +1,17 @@
 """Gaps of an exact diagnosis: what it did not test. A verdict says no more than was tested, so every gap has a line."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from aqnpipe.artifacts.diagnoses import Untested
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check
-from aqnpipe.diagnosis.cost import is_transposed
 from aqnpipe.diagnosis.ends_in_sequences import FINITE
-from aqnpipe.diagnosis.inputs import ProbeInputs
+from aqnpipe.diagnosis.patterns import ProbeInputs
+from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import LayerSites
 
 WITHOUT_ANSWER = ("repeat", "monomial", "finite", FINITE, *CHECKSUM_PROBES)
@@ -51,7 +53,7 @@ def untested_sites(layers: Sequence[LayerSites], checks: Sequence[Check]) -> tup
     missing: dict[tuple[str, str], list[int]] = {}
     for index, sites in enumerate(layers):
         inside = {path.rsplit(".", 1)[-1] for path, m in sites.layer.named_modules() if isinstance(m, nn.Linear)}
-        transposed = {_two_parts(path) for path, m in sites.layer.named_modules() if is_transposed(m)}
+        transposed = {_two_parts(path) for path, m in sites.layer.named_modules() if _is_transposed(m)}
         for name in sorted({*sites.modules} | inside | transposed | _norms_inside(sites)):
             if (index, name) not in known:
                 reason = _ONLY_REPEATED if (index, name) in repeated else _NOT_COMPARED
@@ -120,3 +122,49 @@ def untested_parts(
         reason = f"torch allows products that keep {inputs.bits} bits (torch.get_float32_matmul_precision)"
         found.append(Untested(part=f"mantissa bits of float32 products below the first {inputs.bits}", reason=reason))
     return tuple(found)
+
+
+@dataclass
+class Cost:
+    """Multiply-adds so far in the linear modules of the layers, and those of one batch through all layers."""
+
+    whole_model: int
+    multiply_adds: int = field(default=0)
+
+    @property
+    def forward_equivalents(self) -> float:
+        """Cost in forwards of the whole model."""
+        return self.multiply_adds / self.whole_model
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Return whether a module is a linear of GPT-2, whose weight is [in, out]; its products have no known answer."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _weight(module: nn.Module) -> tuple[int, int] | None:
+    """Return the number of inputs and the size of the weight of a linear; None for other modules."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not (isinstance(module, nn.Linear) or _is_transposed(module)):
+        return None
+    return weight.shape[0 if _is_transposed(module) else 1], weight.numel()
+
+
+@contextmanager
+def metered(layers: Sequence[LayerSites], num_tokens: int) -> Iterator[Cost]:
+    """Count multiply-adds in the linear modules of `layers`; the unit is `num_tokens` tokens through all layers."""
+    linears = {module: weight for sites in layers for module in sites.layer.modules() if (weight := _weight(module))}
+    if not linears:
+        raise ModelError("the decoder layers have no linear modules to probe; use a model of another family")
+    cost = Cost(whole_model=num_tokens * sum(size for _, size in linears.values()))
+
+    def count(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        inputs, size = linears[module]
+        cost.multiply_adds += args[0].numel() // inputs * size
+
+    handles = [module.register_forward_pre_hook(count) for module in linears]
+    try:
+        yield cost
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.patterns import accumulating_operands, selection, selection_weight
-from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits
-from aqnpipe.diagnosis.substitute import substituted, zero_bias
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits, substituted, zero_bias
 from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.layout import decoder_layers, is_norm, output_projection
 from aqnpipe.seeding import keyed_generator

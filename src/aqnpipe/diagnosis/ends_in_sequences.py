@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from aqnpipe.diagnosis.arithmetic import operand_bits
 from aqnpipe.diagnosis.attention_kernel import Observation
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.ends import looked_up, outer_norms
 from aqnpipe.diagnosis.norms import has_answer, norm_in_model
 from aqnpipe.diagnosis.patterns import selection, selection_weight
 from aqnpipe.diagnosis.probes import norm_offset, subtracts_mean
-from aqnpipe.diagnosis.reference import mantissa_bits, on_host
-from aqnpipe.diagnosis.substitute import substituted, zero_bias
+from aqnpipe.diagnosis.reference import mantissa_bits, on_host, operand_bits, substituted, zero_bias
 from aqnpipe.diagnosis.trace import first_input, first_tensor
 from aqnpipe.models.layout import decoder_layers, matrices_outside, output_projection, weight_of
 from aqnpipe.models.sites import LayerSites

@@ -1,34 +1,37 @@
-"""Exact diagnosis: run every probe on every layer, and name the fault behind every wrong answer."""
+"""Exact diagnosis: run every probe on every layer, and name the fault behind every wrong answer.
 
+A probe expects something of the structure of a layer: that its output is the input plus two branches, or that a gate
+multiplies. Layers of other families do something else, and the probe then fails on every healthy device. A copy of the
+layer on the CPU, without hooks, decides which of the two it is: where the copy fails too, the probe does not fit. It is
+in float64, whose kernels share little with those under test; in float32 where the probe runs fused experts, because
+torch multiplies groups of matrices in no wider format. Other layers decide nothing, because a fault of the device is in
+all of them.
+"""
+
+import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.again import Part, without_false_noise
-from aqnpipe.diagnosis.arithmetic import determinism_requested
 from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference
-from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
-from aqnpipe.diagnosis.classify import classify
-from aqnpipe.diagnosis.cost import metered
-from aqnpipe.diagnosis.coverage import untested_norms, untested_parts, untested_sites
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, Mismatch
+from aqnpipe.diagnosis.classify import Evidence, Mark, classify, mark_of, mismatching, most_informative, suspects
+from aqnpipe.diagnosis.coverage import metered, untested_norms, untested_parts, untested_sites
 from aqnpipe.diagnosis.ends import outer_norms
-from aqnpipe.diagnosis.fit import STRUCTURAL, misfits
 from aqnpipe.diagnosis.further import further_checks, without_consequences
-from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.linears import product_bits
-from aqnpipe.diagnosis.locate import Evidence, mismatching, suspects
-from aqnpipe.diagnosis.patterns import exponent_ladder
+from aqnpipe.diagnosis.patterns import ProbeInputs, exponent_ladder
 from aqnpipe.diagnosis.probes import LayerProber, norm_offset, subtracts_mean
-from aqnpipe.diagnosis.reference import LEAST_ROWS
-from aqnpipe.diagnosis.refine import refine_fault
-from aqnpipe.diagnosis.repeats import repeat
+from aqnpipe.diagnosis.reference import LEAST_ROWS, determinism_requested
+from aqnpipe.diagnosis.repeats import Part, as_repeated, repeat, without_false_noise
 from aqnpipe.diagnosis.stored_weights import (
     compare_with_earlier,
     compare_with_file,
@@ -37,6 +40,13 @@ from aqnpipe.diagnosis.stored_weights import (
 )
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import LayerSites, layer_sites
+
+_STRUCTURAL = ("identity", "attention", "mlp", "norm")
+"""Probes that expect something of the structure of a layer; a linear is a linear in every family."""
+
+_LOWERED_BY = 4
+"""The largest value of the second call is smaller by this many powers of two."""
+_WITH_REFERENCE = ("dead_zone", "saturation", "bias", "noise")
 
 
 @dataclass
@@ -186,10 +196,10 @@ def _without_misfits(
     failing = {
         (c.layer, c.probe)
         for c in checks
-        if c.mismatch and c.probe in STRUCTURAL and (c.layer, c.site) not in wrong_alone
+        if c.mismatch and c.probe in _STRUCTURAL and (c.layer, c.site) not in wrong_alone
     }
     wrong = {
-        (layer, probe, site) for layer, probe in sorted(failing) for site in misfits(probers[layer], probe, inputs)
+        (layer, probe, site) for layer, probe in sorted(failing) for site in _misfits(probers[layer], probe, inputs)
     }
     layers: dict[tuple[str, str], list[int]] = defaultdict(list)
     for layer, probe, site in sorted(wrong):
@@ -214,7 +224,7 @@ def _faults(
         elements = [check for check in checks if check.site == suspect.site and check.layer == suspect.layers[0]]
         fault = classify(suspect, elements)
         if suspect.layers[0] != OUTSIDE_LAYERS:
-            fault = refine_fault(fault, suspect.evidence, probers[suspect.layers[0]], inputs)
+            fault = _refine_fault(fault, suspect.evidence, probers[suspect.layers[0]], inputs)
         faults.append(without_false_noise(fault, suspect.layers[0], parts))
     return tuple(sorted(faults, key=lambda fault: (fault.scope != "device", fault.layers, fault.site)))
 
@@ -271,3 +281,130 @@ def _norm_offsets(layers: Sequence[LayerSites], dtype: torch.dtype, device: torc
         for name, module in sites.norms.items():
             votes[name].append(norm_offset(module, dtype, device))
     return {name: float(round(sum(found) / len(found))) for name, found in votes.items()}
+
+
+def _misfits(prober: LayerProber, probe: str, inputs: ProbeInputs) -> set[str]:
+    """Return the sites at which the structural `probe` does not give the known answer on a copy on the host."""
+    host = _on_host(prober, runs_experts=probe == "identity")
+    dtype = next(iter(host.sites.layer.parameters())).dtype
+    small = ProbeInputs(2 * len(inputs.ladder), dtype, torch.device("cpu"), inputs.ladder)
+    if probe == "norm":
+        checks = [check for name in host.sites.norms for check in host.norm(name, small)]
+    else:
+        checks = getattr(host, probe)(small)
+    return {check.site for check in checks if check.mismatch}
+
+
+def _on_host(prober: LayerProber, *, runs_experts: bool) -> LayerProber:
+    layer = copy.deepcopy(prober.sites.layer)
+    for module in layer.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
+    has_fused_experts = any(parameter.ndim > 2 for parameter in layer.parameters())
+    dtype = torch.float32 if has_fused_experts and runs_experts else torch.float64
+    return replace(
+        prober,
+        sites=layer_sites(layer.to("cpu", dtype)),
+        one_token_kwargs=_to_host(prober.one_token_kwargs, dtype),
+        attention_kwargs=_to_host(prober.attention_kwargs, dtype),
+    )
+
+
+def _to_host(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with the floating-point tensors in it as `dtype` on the CPU."""
+    if isinstance(value, Tensor):
+        return value.to("cpu", dtype) if value.is_floating_point() else value.cpu()
+    if isinstance(value, Mapping):
+        return {key: _to_host(item, dtype) for key, item in value.items()}
+    return type(value)(_to_host(item, dtype) for item in value) if type(value) in (tuple, list) else value
+
+
+def _refine_fault(
+    fault: LocatedFault, evidence: Sequence[Check], prober: LayerProber, inputs: ProbeInputs
+) -> LocatedFault:
+    """Return `fault` with its `threshold`, found by a second call with a smaller maximum and the same small values.
+
+    If the level decreases with the maximum, the threshold is dynamic, else cached. The magnitude of a dynamic dead zone
+    is narrowed from a power of two to 2 %. The magnitude of a cached fault is removed, because it refers to an earlier,
+    unknown call. A noise or spike that is the same in every call is changed to type other.
+    """
+    drive = _drive(fault.site, prober)
+    mark = mark_of(most_informative(evidence))
+    if drive is not None and fault.type in ("noise", "spike") and _is_repeatable(fault.site, drive, inputs):
+        return as_repeated(fault, "the same in every call")
+    if drive is None or fault.type not in _WITH_REFERENCE or mark.level is None:
+        return fault
+    lowered = ProbeInputs(inputs.num_tokens, inputs.dtype, inputs.device, _lowered(inputs.ladder))
+    lowered.top_gain = inputs.top_gain / 2.0**_LOWERED_BY
+    again = _mismatch_at(fault.site, drive(lowered))
+    threshold = "cached" if _kept_level(mark, again) else "dynamic"
+    if threshold == "cached":
+        unknown = {"magnitude": None, "magnitude_low": None, "magnitude_high": None}
+        words = f"{fault.evidence}; absolute level {mark.level:.4g}, which does not change with the largest value"
+        return fault.model_copy(update={"threshold": threshold, "evidence": words, **unknown})
+    # The mean square of norm inputs is fixed, so they cannot take other values.
+    can_narrow = fault.type == "dead_zone" and fault.site not in prober.sites.norms
+    narrowed = _narrowed(fault.site, mark, drive, inputs) if can_narrow else {}
+    return fault.model_copy(update={"threshold": threshold, **narrowed})
+
+
+def _is_repeatable(site: str, drive: Callable[[ProbeInputs], list[Check]], inputs: ProbeInputs) -> bool:
+    """Return whether two more calls have the same wrong output, which rules out a random fault."""
+    first, second = (_mismatch_at(site, drive(inputs)) for _ in range(2))
+    return first is not None and second is not None and torch.equal(first.observed, second.observed)
+
+
+def _drive(site: str, prober: LayerProber) -> Callable[[ProbeInputs], list[Check]] | None:
+    """Return the probe with known answers that covers `site`; None if there is none."""
+    linears = prober.sites.linears
+    if site in linears:
+        return lambda inputs: prober.linear(site, inputs)
+    if site in prober.sites.norms and not subtracts_mean(prober.sites.norms[site]):
+        return lambda inputs: prober.norm(site, inputs)
+    if site == "layer_output" and {"o_proj", "down_proj"} <= linears.keys():
+        return prober.identity
+    if site == "attention_output" and {"v_proj", "o_proj", "down_proj"} <= linears.keys():
+        return prober.attention
+    if site == "mlp_output" and {"gate_proj", "up_proj", "down_proj"} <= linears.keys():
+        return prober.mlp
+    return None
+
+
+def _lowered(ladder: Tensor) -> Tensor:
+    """Return a ladder of the same length in which the largest values are replaced by the smallest ones."""
+    return torch.cat([ladder[:_LOWERED_BY], ladder[:-_LOWERED_BY]])
+
+
+def _mismatch_at(site: str, checks: Sequence[Check]) -> Mismatch | None:
+    """Return the mismatch of the most informative check of `site`; None if nothing differs."""
+    differing = [check for check in checks if check.site == site and check.mismatch]
+    return most_informative(differing) if differing else None
+
+
+def _kept_level(mark: Mark, again: Mismatch | None) -> bool:
+    """Return whether the level stayed the same although the reference decreased by a factor of 2^4."""
+    if again is None:
+        # A limit that the smaller values no longer reach is absolute. A dead zone that now passes all values has moved.
+        return mark.kind == "saturation"
+    second = mark_of(again)
+    if second.kind != mark.kind or not second.level or not mark.level:
+        return False
+    return abs(second.level / mark.level) > 2.0 ** (-_LOWERED_BY / 2)
+
+
+def _narrowed(
+    site: str, mark: Mark, drive: Callable[[ProbeInputs], list[Check]], inputs: ProbeInputs
+) -> dict[str, float]:
+    """Return magnitudes from a probe with about 60 steps between the largest zeroed and the smallest kept value."""
+    if mark.level is None:
+        return {}
+    steps = len(inputs.ladder) - 1
+    # Seven fractional bits are exact in every dtype.
+    fractions = (torch.arange(steps, dtype=torch.float64) * 128 / steps).round() / 128
+    ladder = torch.cat([mark.level * (1 + fractions), inputs.ladder[-1:]])
+    finer = ProbeInputs(inputs.num_tokens, inputs.dtype, inputs.device, ladder)
+    mismatch = _mismatch_at(site, drive(finer))
+    second = mark_of(mismatch) if mismatch else None
+    if second is None or second.kind != "dead_zone" or second.low is None or second.high is None:
+        return {}
+    return {"magnitude": (second.low * second.high) ** 0.5, "magnitude_low": second.low, "magnitude_high": second.high}

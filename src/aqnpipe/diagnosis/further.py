@@ -16,20 +16,24 @@ from aqnpipe.diagnosis.activations import (
     gated_sweep,
 )
 from aqnpipe.diagnosis.activations import SITE as CORE_SITE
-from aqnpipe.diagnosis.again import Part
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.ends_in_sequences import FINITE
-from aqnpipe.diagnosis.experts import EXPERT_SITE, experts_of, probe_experts
-from aqnpipe.diagnosis.gradients import LARGE as LARGE_OF_GRADIENTS
-from aqnpipe.diagnosis.gradients import SMALL as SMALL_OF_GRADIENTS
-from aqnpipe.diagnosis.gradients import probe_gradients
+from aqnpipe.diagnosis.experts import EXPERT_SITE, ROUTER_SITE, experts_of, probe_experts, probe_router, router_of
+from aqnpipe.diagnosis.linears import (
+    LARGE_OF_GRADIENTS,
+    LAYERS_OF_LARGE,
+    SMALL,
+    SMALL_OF_GRADIENTS,
+    probe_gradients,
+    probe_shape,
+    rows_of_layer,
+)
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.reference import FEW_ROWS
+from aqnpipe.diagnosis.repeats import Part
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
-from aqnpipe.diagnosis.router import ROUTER_SITE, probe_router, router_of
 from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
-from aqnpipe.diagnosis.shapes import LAYERS_OF_LARGE, SMALL, probe_shape, rows_of_layer
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 

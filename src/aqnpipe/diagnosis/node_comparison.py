@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from aqnpipe.artifacts.diagnoses import DiagnosisFile, LocatedFault
-from aqnpipe.artifacts.node_reports import EXIT_CODES, DeviceReport, NodeReport
+from aqnpipe.artifacts.diagnoses import EXIT_CODES, DeviceReport, DiagnosisFile, LocatedFault, NodeReport
 
 _SETTINGS = ("host", "model", "dtype", "attention", "method", "seed")
 _PARTS = ("name", "uuid", "serial", "driver", "toolkit")
@@ -51,7 +50,7 @@ def node_of(file: DiagnosisFile) -> NodeReport:
 
 def compare_nodes(before: NodeReport, after: NodeReport) -> Comparison:
     """Return what changed from `before` to `after`. Devices are matched by UUID or serial number, else by name."""
-    lines = [*_settings(before, after), *_versions("", before.versions, after.versions)]
+    lines = [*_settings(before, after), *_versions(before.versions, after.versions)]
     old, new = _by_identity(before), _by_identity(after)
     new_faults, less_tested = 0, 0
     for key in [key for key in old if key not in new]:
@@ -74,10 +73,10 @@ def _settings(before: NodeReport, after: NodeReport) -> Iterator[str]:
             yield f"{name}: {getattr(before, name)} -> {getattr(after, name)}"
 
 
-def _versions(what: str, before: Mapping[str, str | None], after: Mapping[str, str | None]) -> Iterator[str]:
+def _versions(before: Mapping[str, str | None], after: Mapping[str, str | None]) -> Iterator[str]:
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
-            yield f"{what}{name}: {before.get(name) or 'unknown'} -> {after.get(name) or 'unknown'}"
+            yield f"{name}: {before.get(name) or 'unknown'} -> {after.get(name) or 'unknown'}"
 
 
 def _device_changes(before: DeviceReport | None, after: DeviceReport) -> tuple[list[str], int, int]:
@@ -104,7 +103,7 @@ def _device_changes(before: DeviceReport | None, after: DeviceReport) -> tuple[l
     tested = [part for part in skipped if part not in skips]
     if tested:
         changes.append(f"now tested: {', '.join(tested)}")
-    changes += _versions("", _parts(before), _parts(after))
+    changes += _versions(_parts(before), _parts(after))
     decided = ("healthy", "fault")
     lost = bool(untested) or (before.verdict in decided and after.verdict not in decided)
     return changes, len(appeared), int(lost)

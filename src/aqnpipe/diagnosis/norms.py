@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.probes import norm_offset, subtracts_mean
-from aqnpipe.diagnosis.reference import FLOAT32_EPS, LEAST_ROWS, full_mantissas, mantissa_bits
-from aqnpipe.diagnosis.substitute import substituted
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, LEAST_ROWS, full_mantissas, mantissa_bits, substituted
 from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.layout import weight_of
 

@@ -31,11 +31,10 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis import linears
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.inputs import ProbeInputs
 from aqnpipe.diagnosis.linears import Replacement, selected, selecting_weights, zeroed
-from aqnpipe.diagnosis.patterns import NORM_INPUT_SCALE, norm_gains, norm_input, selection
+from aqnpipe.diagnosis.patterns import NORM_INPUT_SCALE, ProbeInputs, norm_gains, norm_input, selection
+from aqnpipe.diagnosis.reference import substituted
 from aqnpipe.diagnosis.repeats import call_layer
-from aqnpipe.diagnosis.substitute import substituted
 from aqnpipe.diagnosis.trace import Trace, tracing
 from aqnpipe.error_bounds import few_roundings
 from aqnpipe.models.layout import weight_of

@@ -1,10 +1,11 @@
 """Common parts of known answers that are computed in float64 on the host: operands, and roundings of devices."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FLOAT32_EPS = 2.0**-23
 """Normalisations, softmax and sums of 16-bit models are computed in float32."""
@@ -19,6 +20,10 @@ FEW_ROWS = (1, 4, 8)
 """Rows of a decode of one to eight sequences; kernels are chosen by their number."""
 
 _MANTISSA_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+
+_SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+_ALLOWED_BITS = {"highest": 24, "high": 11, "medium": 8}
+"""Bits of float32 operands that products keep, by torch.get_float32_matmul_precision: IEEE, TF32, bfloat16."""
 
 
 @contextmanager
@@ -41,3 +46,46 @@ def full_mantissas(shape: tuple[int, ...], bits: int, generator: torch.Generator
     low = 2 ** (bits - 1)
     values = torch.randint(low, 2 * low, shape, generator=generator).double() / low
     return values * (1 - 2 * torch.randint(0, 2, shape, generator=generator).double())
+
+
+def operand_bits(dtype: torch.dtype) -> int:
+    """Return the significant bits that products of `dtype` must keep under the settings of torch."""
+    bits = _SIGNIFICANT_BITS.get(dtype, 24)
+    return min(bits, _ALLOWED_BITS[torch.get_float32_matmul_precision()]) if dtype == torch.float32 else bits
+
+
+@contextmanager
+def determinism_requested() -> Iterator[None]:
+    """Ask torch for deterministic algorithms in the body; operations without one run as they are, without a warning."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
+def substituted(replacements: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Replace the data of each parameter by its tensor while the body runs.
+
+    Only the reference to the storage is exchanged. The original values are never written, so no exception or interrupt
+    can leave them changed, and the only extra memory is that of the test tensors.
+    """
+    pairs = list(replacements)
+    own = [(parameter, parameter.data) for parameter, _ in pairs]
+    try:
+        for parameter, tensor in pairs:
+            parameter.data = tensor
+        yield
+    finally:
+        for parameter, tensor in own:
+            parameter.data = tensor
+
+
+def zero_bias(module: nn.Linear) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the replacement of the bias of a linear by zeros, if it has one."""
+    if module.bias is not None:
+        yield module.bias, torch.zeros_like(module.bias)

@@ -2,9 +2,19 @@
 
 from scipy import stats
 
-from aqnpipe.artifacts.diagnoses import DiagnosisFile, LocatedFault, Untested
+from aqnpipe.artifacts.diagnoses import (
+    DeviceReport,
+    DiagnosisFile,
+    LocatedFault,
+    Outcome,
+    Rate,
+    Repetition,
+    RunRecord,
+    SiteRate,
+    Untested,
+    worst,
+)
 from aqnpipe.artifacts.hardware import Hardware
-from aqnpipe.artifacts.node_reports import DeviceReport, Outcome, Rate, Repetition, RunRecord, SiteRate, worst
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.seeding import derive_seed
 

@@ -34,11 +34,33 @@ from torch.overrides import TorchFunctionMode
 
 from aqnpipe.artifacts.diagnoses import SENSITIVITY_SCALE
 from aqnpipe.config.noise import Fault, OperatorNoise, RelativeGaussian
-from aqnpipe.diagnosis.products import PRODUCT_OF_SUM, TorchFunction, escaping_functions, noised_functions
 from aqnpipe.diagnosis.scored_texts import ScoredText, summed_losses, text_batches
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers, noised_attention, output_projection
 from aqnpipe.noise.injection.faults import simulated_faults
+
+_TorchFunction = Callable[..., Any]
+_PRODUCTS: dict[_TorchFunction, str] = {
+    F.linear: "linear",
+    torch.matmul: "matmul",
+    Tensor.matmul: "matmul",
+    Tensor.__matmul__: "matmul",
+    Tensor.__rmatmul__: "matmul",
+    torch.mm: "matmul",
+    Tensor.mm: "matmul",
+    torch.einsum: "matmul",
+    torch.bmm: "bmm",
+    Tensor.bmm: "bmm",
+    torch.addmm: "addmm",
+    Tensor.addmm: "addmm",
+    torch.baddbmm: "baddbmm",
+    Tensor.baddbmm: "baddbmm",
+    F.grouped_mm: "grouped_mm",
+    torch._grouped_mm: "grouped_mm",
+}
+_ATTENTION: dict[_TorchFunction, str] = {F.scaled_dot_product_attention: "scaled_dot_product_attention"}
+_PRODUCT_OF_SUM: dict[str, _TorchFunction] = {"addmm": torch.mm, "baddbmm": torch.bmm}
+"""The product inside operators that add a tensor to it. The noise belongs to the product alone."""
 
 
 def layer_noise(model: nn.Module, layer: int | None, scale: float) -> OperatorNoise:
@@ -128,8 +150,10 @@ class _ProductWatch(TorchFunctionMode):
 
     def __init__(self, noise: OperatorNoise, squares: Tensor) -> None:
         super().__init__()
-        self._names = noised_functions(noise)
-        self._escaping = escaping_functions(noise)
+        is_fused = noise.attention == "fused"
+        self._names = {**_PRODUCTS, **(_ATTENTION if is_fused else {})}
+        # Functions with a matrix product inside, where the noise cannot be put on the product alone.
+        self._escaping = {} if is_fused else _ATTENTION
         self._squares = squares
         self._part = 0
 
@@ -142,7 +166,7 @@ class _ProductWatch(TorchFunctionMode):
         """Stop watching (forward hook)."""
         self.__exit__(None, None, None)
 
-    def __torch_function__(self, func: TorchFunction, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: _TorchFunction, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self._escaping:
             raise ModelError(
@@ -153,8 +177,8 @@ class _ProductWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         if operator == "linear":
             return self._linear(*args, **kwargs)
-        if operator in PRODUCT_OF_SUM:
-            return self._sum(PRODUCT_OF_SUM[operator], *args, **kwargs)
+        if operator in _PRODUCT_OF_SUM:
+            return self._sum(_PRODUCT_OF_SUM[operator], *args, **kwargs)
         return self._observed(func(*args, **kwargs))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 """The stages srdd_diagnose and generate_layer_sigmas: they read and write the files of a diagnosis."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, LayerTable, Verdict
-from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table, write_yaml
-from aqnpipe.artifacts.lineage import has_digest
+from aqnpipe.artifacts.files import atomic_path, read_json, read_table, write_json, write_table, write_yaml
 from aqnpipe.artifacts.measured_errors import measured_layer_errors
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.runs import has_digest
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule, SigmaStrategy
 from aqnpipe.config.model import Attention, Dtype
@@ -26,7 +27,7 @@ from aqnpipe.diagnosis.scored_texts import ScoredText, texts_of_problems
 from aqnpipe.diagnosis.sensitivity_estimate import with_sensitivity
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError, ModelError
-from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
+from aqnpipe.models.loading import load_model, load_tokenizer, weights_sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +77,7 @@ def diagnose(
     origin = DiagnosisOrigin(
         model=names[0],
         machine=names[1],
-        weights_sha256=sha256_of(sorted(model_dir.glob("*.safetensors"))),
+        weights_sha256=weights_sha256(model_dir),
         layers_sha256=sha256_of_file(output_dir / LAYERS_FILE),
         device=found.label if machine.device is not None else None,
     )
@@ -151,3 +152,39 @@ def read_texts(
     """Return at most the first `num_texts` questions of a ProblemTable with their gold solutions."""
     table = read_table(problems, ProblemTable).head(num_texts)
     return texts_of_problems(table, prompt, tokenizer, choose_examples(prompt, problems))
+
+
+def import_diagnosis(
+    folder: Path,
+    model_dir: Path,
+    output_dir: Path,
+    *,
+    names: tuple[str, str],
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write layers.parquet and verdict.json of the diagnosis in `folder` to `output_dir`.
+
+    `names`: model and machine in this study. The verdict keeps where it came from. Raises DataError if the files are
+    damaged, not of one diagnosis, or not of the weights in `model_dir`.
+    """
+    layers, verdict = folder / LAYERS_FILE, folder / VERDICT_FILE
+    judged = read_json(verdict, Verdict)
+    read_table(layers, LayerTable)
+    origin = judged.origin
+    if origin is None:
+        raise DataError(f"{verdict}: does not say of which weights it is, expected a diagnosis of a study")
+    if not has_digest(layers, origin.layers_sha256):
+        raise DataError(f"{layers}: not from the same diagnosis as {verdict} (SHA-256 differs)")
+    weights = weights_sha256(model_dir)
+    if origin.weights_sha256 != weights:
+        raise DataError(
+            f"{verdict}: a diagnosis of weights {origin.weights_sha256[:12]} (model {origin.model} there), expected "
+            f"those of model {names[0]} here, {weights[:12]}"
+        )
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with atomic_path(output_dir / LAYERS_FILE) as temporary:
+        shutil.copyfile(layers, temporary)
+    source = f"{folder}: {origin.model} on {origin.machine}"
+    taken = origin.model_copy(update={"model": names[0], "machine": names[1], "imported_from": source})
+    write_json(output_dir / VERDICT_FILE, judged.model_copy(update={"origin": taken}))
+    say(f"{'/'.join(names)}: {judged.verdict}, diagnosed elsewhere ({source})")

@@ -14,7 +14,7 @@ from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.experts import EXPERT_SITE
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers, is_norm, layer_of
-from aqnpipe.models.loading import load_model
+from aqnpipe.models.loading import load_model, stored_tensors
 
 PROBE = "weights"
 LATER_PROBE = "restored"
@@ -33,7 +33,7 @@ def compare_with_file(model: nn.Module, folder: Path) -> list[Check]:
     """
     checks: list[Check] = []
     missing = dict(_weights(model))
-    for name, stored in _stored_tensors(folder):
+    for name, stored in stored_tensors(folder):
         own = missing.get(name)
         if own is not None and own.shape == stored.shape:
             checks += _compared(model, name, stored, missing.pop(name))
@@ -83,15 +83,6 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if parameter.data_ptr() not in seen:
             seen.add(parameter.data_ptr())
             yield name, parameter.detach()
-
-
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                yield name, file.get_tensor(name)
 
 
 def _compared(model: nn.Module, name: str, stored: Tensor, own: Tensor) -> list[Check]:

@@ -6,20 +6,24 @@ the results are the same bytes, whichever worker runs which shard.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import torch
 from pydantic import ConfigDict, TypeAdapter
 
 from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.device import resolve_device
 from aqnpipe.errors import WorkerError
 from aqnpipe.evaluation.audit.facts import BatchFacts
 from aqnpipe.evaluation.audit.recording import BatchPlace, observed
 from aqnpipe.generation.backend import Completion, Sampling
+from aqnpipe.generation.backend_choice import open_generator
 from aqnpipe.generation.noisy_passes import NoisyGenerator, PassMeasurements, PassNoise, pass_receipt
 from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.seeding import derive_seed
 
@@ -229,3 +233,33 @@ def _joined(spec: EvaluationSpec, shards: Sequence[Shard], results: Sequence[Sha
     batches = tuple(batch for shard in shards for batch in shard.batches)
     facts = tuple(observed for result in results for observed in result.facts)
     return PassResult(first.noise_level, first.noise_seed, samples, receipt, batches, facts)
+
+
+def load_generator(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> NoisyGenerator:
+    """Load the checkpoint on the first visible device; `max_tokens`: limit of a prompt and its response together."""
+    torch.set_num_threads(spec.evaluation.threads)
+    requested = spec.generation
+    if requested.backend == "auto" and not spec.evaluation.fits_vllm:
+        # All passes on one backend: levels are compared with each other.
+        requested = requested.model_copy(update={"backend": "transformers"})
+    return open_generator(
+        requested,
+        model_dir,
+        load_tokenizer(model_dir),
+        dtype=spec.dtype,
+        attention=spec.attention,
+        device=resolve_device(spec.device),
+        max_tokens=max_tokens,
+        batch_size=spec.evaluation.batch_size,
+        threads=spec.evaluation.threads,
+    )
+
+
+@contextmanager
+def local_shard_runner(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> Iterator[ShardRunner]:
+    """Yield a runner with one generation backend in this process; close the backend afterwards."""
+    generator = load_generator(spec, model_dir, max_tokens)
+    try:
+        yield ShardRunner(generator.description, lambda shards: (run_shard(generator, spec, shard) for shard in shards))
+    finally:
+        generator.close()

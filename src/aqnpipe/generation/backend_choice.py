@@ -11,8 +11,8 @@ from aqnpipe.device import Device, torch_device
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
 from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.models.adapters import whole_weights
 from aqnpipe.models.loading import load_model
-from aqnpipe.models.merging import whole_weights
 from aqnpipe.models.verification import refuse_other_weights
 
 

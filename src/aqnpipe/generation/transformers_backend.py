@@ -1,17 +1,38 @@
-"""Generation with transformers, in this process, on the given model object."""
+"""Generation with transformers, in this process, on the given model object.
 
-from collections.abc import Callable, Sequence
+A batch is decoded token by token, and rows leave it when their response ends. transformers' `generate` computes every
+row until the last one ends, pads every prompt to the longest, and copies keys and values at every token. Here a step
+costs only what its active rows cost.
+
+transformers also repeats the keys and values for each query head of a group before it calls torch's attention. Here the
+query heads of a group are the queries of one attention call: the same products, sums and softmax without the copies.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from itertools import takewhile
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.decoding import decode
-from aqnpipe.generation.kv_cache import BufferPool
+from aqnpipe.generation.kv_cache import BufferPool, InPlaceLayer
 from aqnpipe.generation.stop_text import StopText
+from aqnpipe.models.layout import takes_positions
+
+_MAX_PREFILL_TOKENS = 2048
+"""Prompt tokens per forward, including padding: few enough for the cache of a CPU."""
+_MIN_PREFIX_TOKENS = 16
+"""A shorter common prefix is not worth a forward of its own."""
+_NAME = "aqnpipe_grouped_sdpa"
 
 
 class TransformersBackend:
@@ -108,3 +129,216 @@ class _Draws:
             for row, value in zip(rows, values.tolist(), strict=True):
                 found.setdefault(row, []).append(value)
         return [found[row] for row in sorted(found)]
+
+
+class _Chooser(Protocol):
+    """Chooses the next token of every row."""
+
+    def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Return tokens [rows] for the logits [rows, vocabulary]; `rows` are the row numbers in the batch."""
+        ...
+
+
+def decode(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    choose: _Chooser,
+    *,
+    is_finished: Callable[[Sequence[int]], bool],
+    padding_token: int,
+    limit: int,
+    pool: BufferPool,
+    share_prefix: bool = False,
+) -> list[list[int]]:
+    """Return a response per prompt (token ids): the tokens until `is_finished(response)`, at most `limit`.
+
+    The first forwards read the prompts, shortest first, in groups of similar length. With `share_prefix`, one forward
+    before them reads the common prefix of all prompts once, if it is long enough. Each later forward reads one token of
+    every active row; when rows leave, the last rows take their places.
+    """
+    responses: list[list[int]] = [[] for _ in prompts]
+    # Models whose attention transformers does not look up by name compare the name themselves, so it must stay.
+    looked_up = getattr(model, "_supports_attention_backend", False)
+    with torch.no_grad(), grouped_attention(model.config) if looked_up else nullcontext():
+        batch = _Batch(model, prompts, padding_token, limit, pool, share_prefix)
+        logits = batch.prefill()
+        for step in range(1, limit + 1):
+            tokens = choose(logits, batch.rows)
+            chosen = tokens.tolist()
+            for row, token in zip(batch.rows, chosen, strict=True):
+                responses[row].append(token)
+            active = compacted([not is_finished(responses[row]) for row in batch.rows])
+            if not active or step == limit:
+                break
+            if len(active) < len(chosen):
+                tokens = tokens[batch.keep(active)]
+            logits = batch.step(tokens)
+    return responses
+
+
+def compacted(active: Sequence[bool]) -> list[int]:
+    """Return the active places without gaps: the last active places fill the gaps, so that few rows move."""
+    count = sum(active)
+    last = iter([place for place in range(len(active) - 1, count - 1, -1) if active[place]])
+    return [place if active[place] else next(last) for place in range(count)]
+
+
+def _prefix_length(prompts: Sequence[Sequence[int]]) -> int:
+    """Return the length of the common prefix of all prompts, 0 if too short; each prompt keeps its last token."""
+    common = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False)))
+    length = min(common, min(map(len, prompts)) - 1)
+    return length if len(prompts) > 1 and length >= _MIN_PREFIX_TOKENS else 0
+
+
+class _Batch:
+    """The active rows: their numbers, their keys and values, and their attention masks.
+
+    Prompts start at the first place of a row, with padding behind them, so that prefill needs no mask. If layers have a
+    sliding window, or the model counts the places of a row itself, padding comes first and the cache is transformers'
+    own.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        padding_token: int,
+        limit: int,
+        pool: BufferPool,
+        share_prefix: bool,
+    ) -> None:
+        self._model, self._device = model, model.device
+        self._padding_token = padding_token
+        self.rows = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
+        self._prompts = [prompts[row] for row in self.rows]
+        self._width = self._length = len(self._prompts[-1])
+        library_cache = DynamicCache(config=model.config)
+        self._in_place = takes_positions(model) and all(type(layer) is DynamicLayer for layer in library_cache.layers)
+        capacity = self._width + limit
+        self._layers = [
+            InPlaceLayer(len(prompts), self._width, capacity, pool, number)
+            for number in range(len(library_cache.layers))
+        ]
+        self._cache = Cache(layers=self._layers) if self._in_place else library_cache
+        self._prefix_length = _prefix_length(self._prompts) if self._in_place and share_prefix else 0
+        visible = torch.ones(len(prompts), capacity, dtype=torch.long)
+        for place, prompt in enumerate(self._prompts):
+            padding = self._width - len(prompt)
+            start = len(prompt) if self._in_place else 0
+            visible[place, start : start + padding] = 0
+        self._visible = visible.to(self._device)
+        self._positions = (self._visible.cumsum(-1) - 1).clamp_min(0)
+        # Added to the attention scores of a single token: masks the padding.
+        self._bias = torch.zeros(visible.shape, dtype=model.dtype, device=self._device)
+        self._bias = self._bias.masked_fill_(self._visible == 0, torch.finfo(model.dtype).min)[:, None, None, :]
+
+    def prefill(self) -> Tensor:
+        """Read the prompts; return the logits [rows, vocabulary] after the last token of each."""
+        if not self._in_place:
+            mask, positions = self._visible[:, : self._width], self._positions[:, : self._width]
+            return self._forward(self._padded(self._prompts), self._cache, 1, mask, positions)[:, -1]
+        if self._prefix_length:
+            self._prefill_rows(0, [self._prompts[0][: self._prefix_length]], 0)
+            for layer in self._layers:
+                layer.repeat_first_row(self._prefix_length)
+        logits = [self._prefill_rows(first, prompts, self._prefix_length) for first, prompts in self._groups()]
+        for layer in self._layers:
+            layer.select_rows(0, len(self._prompts), self._width)
+        return torch.cat(logits)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Read one more token of every row; return the logits [rows, vocabulary] after it."""
+        self._length += 1
+        mask = self._bias[..., : self._length] if self._in_place else self._visible[:, : self._length]
+        positions = self._positions[:, self._length - 1 : self._length]
+        return self._forward(tokens[:, None], self._cache, 1, mask, positions)[:, -1]
+
+    def keep(self, active: list[int]) -> Tensor:
+        """Replace row i by the old row `active[i]` and drop all others; return `active` as a tensor."""
+        index = torch.tensor(active, device=self._device)
+        self.rows = [self.rows[place] for place in active]
+        self._visible, self._positions, self._bias = self._visible[index], self._positions[index], self._bias[index]
+        self._cache.reorder_cache(index)
+        return index
+
+    def _groups(self) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
+        """Yield the prompts of one forward, without their common prefix, and the place of the first."""
+        rests = [prompt[self._prefix_length :] for prompt in self._prompts]
+        first = 0
+        for place in range(1, len(rests) + 1):
+            if place == len(rests) or (place + 1 - first) * len(rests[place]) > _MAX_PREFILL_TOKENS:
+                yield first, rests[first:place]
+                first = place
+
+    def _prefill_rows(self, first: int, prompts: Sequence[Sequence[int]], seen: int) -> Tensor:
+        """Read prompts behind `seen` tokens, into rows from `first` on; return the logits [prompts, vocabulary]."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        ends, which = lengths.unique(return_inverse=True)
+        for layer in self._layers:
+            layer.select_rows(first, len(prompts), seen)
+        logits = self._forward(self._padded(prompts), self._cache, (ends - 1).to(self._device), None, None)
+        return logits[torch.arange(len(prompts)), which]
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        width = len(prompts[-1])
+        ids = torch.full((len(prompts), width), self._padding_token)
+        for place, prompt in enumerate(prompts):
+            start = 0 if self._in_place else width - len(prompt)
+            ids[place, start : start + len(prompt)] = torch.tensor(prompt)
+        return ids.to(self._device)
+
+    def _forward(
+        self, ids: Tensor, cache: Cache, keep: int | Tensor, mask: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
+        """Return the logits [rows, places, vocabulary] at the places `keep` of `ids`."""
+        logits: Tensor = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits
+        return logits
+
+
+@contextmanager
+def grouped_attention(config: PreTrainedConfig) -> Iterator[None]:
+    """Use grouped attention in the body for models of `config` with attention `sdpa`; leave others as they are."""
+    before = config._attn_implementation
+    if before == "sdpa":
+        config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _grouped_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of transformers' `sdpa`; `query`, `key` and `value` are [rows, heads, tokens, channels].
+
+    The mask of a single token is [rows, 1, 1, visible tokens] and is added to the scores. Calls with several new
+    tokens, without shared heads, with a position bias or with a mask per head go to transformers' own function.
+    """
+    rows, heads, tokens, channels = query.shape
+    shared = key.shape[1]
+    masks_heads = attention_mask is not None and attention_mask.shape[1] > 1
+    if tokens > 1 or heads == shared or masks_heads or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    attended = F.scaled_dot_product_attention(
+        query.reshape(rows, shared, heads // shared, channels),
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=kwargs.get("dropout", 0.0),
+        scale=kwargs.get("scaling"),
+    )
+    return attended.reshape(rows, 1, heads, -1), None
+
+
+AttentionInterface.register(_NAME, _grouped_sdpa)
+
+
+AttentionMaskInterface.register(_NAME, sdpa_mask)

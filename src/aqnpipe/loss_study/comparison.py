@@ -16,12 +16,11 @@ import numpy.typing as npt
 import polars as pl
 from scipy import stats
 
+from aqnpipe.artifacts.base import Statement, statement
 from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
 from aqnpipe.artifacts.files import read_json, read_table, write_json
-from aqnpipe.artifacts.lineage import record_problems
 from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile, LossStudyTable
-from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.artifacts.statements import Statement, statement
+from aqnpipe.artifacts.runs import RunRecord, record_problems
 from aqnpipe.config.analysis import Direction, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from aqnpipe.artifacts.files import read_table, write_json, write_table
-from aqnpipe.artifacts.lineage import digests_of_outputs
 from aqnpipe.artifacts.loss_studies import LossStudyTable
 from aqnpipe.artifacts.problems import ProblemTable
-from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
+from aqnpipe.artifacts.provenance import code_digest, sha256_of_files, versions
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.loss_study import LossCondition, LossStudyConfig
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder, NoiseSpec, Phase
@@ -25,7 +24,7 @@ from aqnpipe.device import resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
-from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
+from aqnpipe.models.loading import load_model, load_tokenizer, weights_sha256
 from aqnpipe.models.verification import refuse_other_weights
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.control_layers import control_layers
@@ -108,7 +107,7 @@ def loss_study(
     inputs = {"test_problems": test_problems} | ({"train_problems": train_problems} if train_problems else {})
     write_table(outputs.table, pl.concat(tables), LossStudyTable)
     record = _record(spec, model_dir, inputs, device.label)
-    written = digests_of_outputs({"table": outputs.table, "receipt": outputs.receipt})
+    written = sha256_of_files({"table": outputs.table, "receipt": outputs.receipt})
     write_json(outputs.record, record.model_copy(update={"outputs_sha256": written}))
 
 
@@ -276,10 +275,7 @@ def _record(spec: LossStudySpec, model_dir: Path, inputs: Mapping[str, Path], de
         identity={"model": spec.model_role, "name": spec.settings.name},
         config=spec.model_dump(mode="json"),
         code_digest=code_digest("aqnpipe.loss_study.stage"),
-        inputs_sha256={
-            **{name: sha256_of_file(path) for name, path in inputs.items()},
-            "weights": sha256_of(sorted(model_dir.glob("*.safetensors"))),
-        },
+        inputs_sha256=sha256_of_files(inputs) | {"weights": weights_sha256(model_dir)},
         versions=versions(),
         device=device,
     )

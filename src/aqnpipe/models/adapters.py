@@ -3,6 +3,8 @@
 Adapters are inserted into the model itself, without a wrapper around it, so layers, norms and hooks keep their places.
 """
 
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from aqnpipe.artifacts.files import STAGED
+from aqnpipe.config.model import Dtype
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError, ReceiptError
-from aqnpipe.models.adapted import ADAPTERS_FILE, HEADER_KEY, AdaptersHeader, read_adapters_header
+from aqnpipe.models.adapted import ADAPTERS_FILE, HEADER_KEY, AdaptersHeader, has_only_adapters, read_adapters_header
 from aqnpipe.models.layout import layer_of, weight_of
+from aqnpipe.models.loading import load_model, refuse_damaged
+from aqnpipe.models.prepared import PREPARED_MODEL_FILE
 from aqnpipe.models.sharding import distinct_weights, free_gathered, whole_state_dict
 from aqnpipe.models.shares import whole
 
@@ -232,3 +238,30 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ModelError(f"{path}: not a valid safetensors file ({error})") from error
+
+
+@contextmanager
+def whole_weights(folder: Path, dtype: Dtype) -> Iterator[Path]:
+    """Yield a folder with the whole weights of the model in `folder`, for an engine that computes in `dtype`.
+
+    It is `folder` itself, except for a checkpoint of adapters: these are merged in float32, rounded once, and written
+    to a temporary folder beside it. Raises ReceiptError if rounding loses too much of their update, ModelError if the
+    model is damaged or its base is missing.
+    """
+    if not has_only_adapters(folder):
+        refuse_damaged(folder)
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(STAGED, f".{folder.name}.", folder.parent) as merged:
+        _write_merged(folder, dtype, Path(merged))
+        yield Path(merged)
+
+
+def _write_merged(folder: Path, dtype: Dtype, output: Path) -> None:
+    model = load_model(folder, dtype=dtype, attention="eager")
+    rounded = getattr(torch, dtype)
+    refuse_merge_loss(merge_loss(model, rounded), rounded)
+    model.save_pretrained(output, state_dict=merged_weights(model, rounded))
+    for path in folder.iterdir():
+        if path.name not in (ADAPTERS_FILE, PREPARED_MODEL_FILE):
+            shutil.copyfile(path, output / path.name)

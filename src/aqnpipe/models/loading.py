@@ -3,14 +3,14 @@
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from aqnpipe.artifacts.files import STAGED
-from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.retention import why_weights_are_gone
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.model import (
@@ -30,6 +30,7 @@ from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel, read_pre
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -222,9 +223,9 @@ def _digests(folder: Path) -> dict[str, str]:
     tokenizer = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
     config = [folder / name for name in CONFIG_FILES if (folder / name).is_file()]
     return {
-        "weights_sha256": sha256_of(sorted(folder.glob("*.safetensors"))),
-        "tokenizer_sha256": sha256_of(sorted(tokenizer)),
-        "config_sha256": sha256_of(sorted(config)),
+        "weights_sha256": weights_sha256(folder),
+        "tokenizer_sha256": _sha256_of(tokenizer),
+        "config_sha256": _sha256_of(config),
     }
 
 
@@ -275,17 +276,31 @@ def _count_parameters(path: Path) -> int:
     return total
 
 
-def sha256_of(paths: list[Path]) -> str:
-    """Return the SHA-256 of one file, or of the names and digests of several files."""
-    return sha256_of_digests({path.name: sha256_of_file(path) for path in paths})
+def weights_sha256(folder: Path) -> str:
+    """Return the SHA-256 of the weights in a model folder."""
+    return _sha256_of(folder.glob("*.safetensors"))
+
+
+def _sha256_of(paths: Iterable[Path]) -> str:
+    return sha256_of_digests(sha256_of_files({path.name: path for path in paths}))
 
 
 def sha256_of_digests(digests: Mapping[str, str]) -> str:
-    """Return the `sha256_of` of files with these names and digests."""
+    """Return the SHA-256 of one file, or of the names and digests of several files, from their digests."""
     if len(digests) == 1:
         return next(iter(digests.values()))
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def stored_tensors(folder: Path) -> "Iterator[tuple[str, Tensor]]":
+    """Yield name and content of every tensor in the weights of a model folder."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                yield name, file.get_tensor(name)
 
 
 def load_model(

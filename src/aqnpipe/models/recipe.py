@@ -20,6 +20,7 @@ from pydantic import Field
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import GeneratedTask
 from aqnpipe.config.model import BuiltinModel
@@ -27,7 +28,7 @@ from aqnpipe.data.generated import Pool, problem_stream, take_problems
 from aqnpipe.data.scoring import extract_answer, is_correct
 from aqnpipe.data.stories import NAMES, Difficulty, Problem
 from aqnpipe.errors import DataError
-from aqnpipe.models.loading import load_model, load_tokenizer, sha256_of
+from aqnpipe.models.loading import load_model, load_tokenizer
 from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.seeding import derive_seed, keyed_generator
 
@@ -282,7 +283,7 @@ def store_and_measure(
         steps=steps,
         settings=settings_of(recipe),
         num_parameters=sum(parameter.numel() for parameter in stored.parameters()),
-        weights_sha256=sha256_of([weights]),
+        weights_sha256=sha256_of_file(weights),
         torch_version=str(torch.__version__),
         accuracy=measure_accuracy(stored, load_tokenizer(output), "test", recipe, num_problems=num_problems),
     )

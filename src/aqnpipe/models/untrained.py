@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aqnpipe.models.adapted import ADAPTERS_FILE
+from aqnpipe.models.loading import stored_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,12 +19,14 @@ def is_untrained(checkpoint: Path, model: Path) -> bool:
     Adapters are untrained as long as their second factors are zero, because these start at zero.
     """
     if (checkpoint / ADAPTERS_FILE).is_file():
-        return not any(bool(tensor.any()) for name, tensor in _tensors(checkpoint) if name.endswith(_SECOND_FACTOR))
+        return not any(
+            bool(tensor.any()) for name, tensor in stored_tensors(checkpoint) if name.endswith(_SECOND_FACTOR)
+        )
     trained = list(_names(checkpoint))
     if not trained or set(trained) != set(_names(model)):
         return False
     before = _Weights(model)
-    return all(before.holds(name, tensor) for name, tensor in _tensors(checkpoint))
+    return all(before.holds(name, tensor) for name, tensor in stored_tensors(checkpoint))
 
 
 class _Weights:
@@ -51,12 +54,3 @@ def _names(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as tensors:
             yield from tensors.keys()
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, "Tensor"]]:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                yield name, tensors.get_tensor(name)

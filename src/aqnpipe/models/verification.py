@@ -1,17 +1,27 @@
-"""Compares a model in memory with the folder it was loaded from: its weights, its adapters and what it computes."""
+"""Compares a model in memory with the folder it was loaded from: its weights, its adapters and what it computes.
 
+transformers renames some weights when it loads them, and fuses others: the experts of a layer are many matrices in the
+files and one tensor in memory. What compares a model with its files undoes this, as `save_pretrained` does."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from aqnpipe.config.model import Dtype
 from aqnpipe.errors import ModelError
 from aqnpipe.models.adapted import find_base, has_only_adapters
 from aqnpipe.models.adapters import refuse_other_adapters
+from aqnpipe.models.layout import layer_of
 from aqnpipe.models.probe import refuse_other_outputs
-from aqnpipe.models.stored_names import as_stored, stored_weights
+from aqnpipe.models.shares import whole
 
 
 def refuse_other_weights(model: PreTrainedModel, folder: Path, dtype: Dtype) -> None:
@@ -49,3 +59,28 @@ def _compare_weights(model: PreTrainedModel, folder: Path, dtype: Dtype) -> None
                 raise ModelError(f"model {str(folder)!r}: {name} {what}")
     if not compared:
         raise ModelError(f"model {str(folder)!r}: none of its weights is in memory under its name")
+
+
+@contextmanager
+def stored_weights(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Open the safetensors files of a model folder; yield by the name of each weight the file that has it."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("*.safetensors"))]
+        yield {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+
+def as_stored(
+    model: PreTrainedModel, weights: Mapping[str, Tensor], names: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `names`, those in the files, have of `weights` by another name, with that name.
+
+    `weights`: of `model`, by their names in memory without adapters. One decoder layer is converted at a time. Shares
+    of a divided model are gathered, a collective operation.
+    """
+    parts: dict[int | None, dict[str, Tensor]] = {}
+    for name, weight in weights.items():
+        if name not in names:
+            parts.setdefault(layer_of(name), {})[name] = weight
+    for part in parts.values():
+        converted = revert_weight_conversion(model, {name: whole(weight) for name, weight in part.items()})
+        yield from ((name, tensor) for name, tensor in converted.items() if name in names and name not in weights)

@@ -14,7 +14,7 @@ from aqnpipe.config.noise import (
     LinearDecay,
     Schedule,
 )
-from aqnpipe.config.own_functions import as_config_error, unchanged_function
+from aqnpipe.config.own_code import as_config_error, unchanged_function
 from aqnpipe.config.own_noise import OwnSchedule, is_usable_sigma
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ConfigError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from aqnpipe.artifacts.captures import CaptureConfig, CaptureIdentity
+from aqnpipe.artifacts.parities import CaptureConfig, CaptureIdentity
 from aqnpipe.artifacts.provenance import versions
 from aqnpipe.errors import ConfigError, DataError, ModelError
 from aqnpipe.parity.capture_file import OPERATOR_COLUMNS, TOKEN_COLUMNS, Capture

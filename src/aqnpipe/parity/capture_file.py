@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from aqnpipe.artifacts.captures import CAPTURE_FORMAT, CaptureIdentity
 from aqnpipe.artifacts.files import atomic_path
+from aqnpipe.artifacts.parities import CAPTURE_FORMAT, CaptureIdentity
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import DataError
 from aqnpipe.parity.sample import Sample

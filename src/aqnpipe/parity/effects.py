@@ -8,8 +8,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from aqnpipe.artifacts.captures import CaptureConfig
-from aqnpipe.artifacts.parities import LogProbabilities, SubstitutedKind, Substitution
+from aqnpipe.artifacts.parities import CaptureConfig, LogProbabilities, SubstitutedKind, Substitution
 from aqnpipe.parity.capture import Passes
 from aqnpipe.parity.capture_file import Capture
 from aqnpipe.parity.compare import Sides, finite

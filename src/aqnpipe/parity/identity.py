@@ -1,7 +1,5 @@
 """Identity of a capture: digests of the model's files, the state of its weights in memory, device and versions."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from aqnpipe.artifacts.hardware import read_hardware
+from aqnpipe.artifacts.provenance import sha256_of_json
 from aqnpipe.config.model import read_model_config, source_kind
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import PreparedModel
@@ -76,7 +75,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
 
 def tokens_sha256(sequences: Sequence[Sequence[int]]) -> str:
     """Return the SHA-256 of the token ids of all sequences."""
-    return hashlib.sha256(json.dumps([list(map(int, ids)) for ids in sequences]).encode()).hexdigest()
+    return sha256_of_json([list(map(int, ids)) for ids in sequences])
 
 
 class Share(NamedTuple):

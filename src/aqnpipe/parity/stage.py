@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from aqnpipe.artifacts.captures import CaptureConfig
 from aqnpipe.artifacts.files import read_table, write_json
+from aqnpipe.artifacts.parities import CaptureConfig
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.run import ParitySpec
 from aqnpipe.data.prompts import prompt_token_ids

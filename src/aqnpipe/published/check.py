@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from statsmodels.stats.proportion import proportion_confint, proportions_chisquare
 
+from aqnpipe.artifacts.base import Statement, statement
 from aqnpipe.artifacts.comparisons import ClaimVerdict
 from aqnpipe.artifacts.published import (
     CheckedAccuracy,
@@ -17,7 +18,6 @@ from aqnpipe.artifacts.published import (
     CheckedSeries,
     PublishedCheck,
 )
-from aqnpipe.artifacts.statements import Statement, statement
 from aqnpipe.config.published import (
     AccuracyClaim,
     Detectable,

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from aqnpipe.artifacts.base import Statement, statement
 from aqnpipe.artifacts.published import CheckedAccuracy
-from aqnpipe.artifacts.statements import Statement, statement
 from aqnpipe.config.published import AccuracyClaim, LossClaim, PublishedClaim, ReportedNumbers, RunScatter
 from aqnpipe.published.summary_tests import Result
 from aqnpipe.statistics.continuous import Summary, implied_correlation

@@ -12,7 +12,7 @@ from typing import Literal
 from scipy import stats
 from statsmodels.stats.proportion import confint_proportions_2indep, test_proportions_2indep
 
-from aqnpipe.artifacts.statements import Statement, statement
+from aqnpipe.artifacts.base import Statement, statement
 from aqnpipe.config.analysis import TestedClaim
 from aqnpipe.config.published import AccuracyClaim, DifferencesClaim, LossClaim, Pair, RatioClaim, RunScatter
 from aqnpipe.statistics.continuous import FloatArray, Summary, paired_p_range, paired_t, welch_t

@@ -11,17 +11,22 @@ import pandera.polars as pa
 import polars as pl
 from pydantic import BaseModel
 
-from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, DifferenceTable, RobustnessTable
+from aqnpipe.artifacts.comparisons import (
+    AccuracyTable,
+    ClaimsFile,
+    ComparisonTable,
+    DifferenceTable,
+    MachineDifferenceTable,
+    RobustnessTable,
+)
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable, evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, validate_tables
-from aqnpipe.artifacts.lineage import has_digest, record_problems
 from aqnpipe.artifacts.loss_studies import LossStudyFile
-from aqnpipe.artifacts.machine_differences import MachineDifferenceTable
 from aqnpipe.artifacts.parities import ParityFile
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.published import PublishedCheck
-from aqnpipe.artifacts.runs import OwnRewardMetrics, RunRecord, TrainingMetrics
+from aqnpipe.artifacts.runs import OwnRewardMetrics, RunRecord, TrainingMetrics, has_digest, record_problems
 from aqnpipe.config.plan import StudyPlan, sigmas_name
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts

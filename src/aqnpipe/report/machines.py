@@ -13,8 +13,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from aqnpipe.artifacts.captures import CaptureIdentity
-from aqnpipe.artifacts.parities import SEVERITY, OperatorParity, ParityFile
+from aqnpipe.artifacts.parities import SEVERITY, CaptureIdentity, OperatorParity, ParityFile
 from aqnpipe.config.measured_noise import ATTENTION, MeasuredError
 from aqnpipe.config.noise import AbsoluteGaussian, ErrorModel, OperatorNoise, RelativeGaussian, SystematicBias
 from aqnpipe.config.plan import StudyPlan

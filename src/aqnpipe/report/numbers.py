@@ -1,7 +1,7 @@
 """How numbers are shown: percent, points, p-values, scales, counts. A missing number is an en dash."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 MISSING = "–"
 NBSP = "\u00a0"
@@ -103,3 +103,13 @@ def _no_negative_zero(value: float, digits: int) -> float:
 
 def _true_minus(text: str) -> str:
     return text.replace("-", "−")
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown; cells with a `|` must be escaped, see `in_markdown_cell`."""
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def in_markdown_cell(value: object) -> str:
+    """Return a value as the text of a cell of a table in Markdown."""
+    return str(value).replace("|", "\\|")

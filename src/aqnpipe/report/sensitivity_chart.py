@@ -7,8 +7,8 @@ import altair as alt
 import polars as pl
 import vl_convert
 
+from aqnpipe.artifacts.diagnoses import LayerSensitivity, SensitivityFile
 from aqnpipe.artifacts.files import atomic_path
-from aqnpipe.artifacts.sensitivities import LayerSensitivity, SensitivityFile
 from aqnpipe.errors import ConfigError
 
 FORMATS = (".svg", ".png")

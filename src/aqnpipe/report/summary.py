@@ -83,7 +83,7 @@ def _claim_lines(data: ReportData, overview: ClaimsOverview, shown: Set[str], wo
         if row.comparison_id in shown
     ]
     left_out = left_out_claims([row.verdict for row in overview.rows if row.comparison_id not in shown], words)
-    return [*_table(header, rows), *([left_out, ""] if left_out else [])]
+    return [*numbers.markdown_table(header, rows), "", *([left_out, ""] if left_out else [])]
 
 
 def _with_role(claim: str, role: ClaimRole, words: Words) -> str:
@@ -94,7 +94,8 @@ def _look_lines(data: ReportData, words: Words) -> list[str]:
     looks = look_table(data.claims, words)
     if looks is None:
         return []
-    return [looks.caption, "", *_table(looks.headers, [[markdown(cell) for cell in row.cells] for row in looks.rows])]
+    rows = [[markdown(cell) for cell in row.cells] for row in looks.rows]
+    return [looks.caption, "", *numbers.markdown_table(looks.headers, rows), ""]
 
 
 def _compared_arms(data: ReportData, shown: Set[str]) -> set[tuple[str, str]]:
@@ -129,7 +130,7 @@ def _accuracy_lines(study: Study, last: pl.DataFrame, compared: Set[tuple[str, s
         truncated=float(max(means["truncated_fraction"])),
         no_answer=float(max(means["parse_failure_fraction"])),
     )
-    return [table.caption, "", *_table(header, rows), *cut, unanswered, ""]
+    return [table.caption, "", *numbers.markdown_table(header, rows), "", *cut, unanswered, ""]
 
 
 def _scale_lines(scales: Sequence[MachineScale]) -> list[str]:
@@ -138,13 +139,9 @@ def _scale_lines(scales: Sequence[MachineScale]) -> list[str]:
         lines += [markdown(scale.heading), "", *(f"- {markdown(sentence)}" for sentence in scale.sentences), ""]
         rows = [[markdown(row.cells[0]), *row.cells[1:]] for row in scale.brief.rows]
         if rows:
-            lines += [*_table([markdown(head) for head in scale.brief.headers], rows), markdown(scale.brief.note), ""]
+            header = [markdown(head) for head in scale.brief.headers]
+            lines += [*numbers.markdown_table(header, rows), "", markdown(scale.brief.note), ""]
     return lines
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
-    return [*lines, ""]
 
 
 def _provenance(study: Study, data: ReportData, words: Words) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from aqnpipe.artifacts.statements import Statement
+from aqnpipe.artifacts.base import Statement
 from aqnpipe.report import numbers
 
 _KEPT = "\n\t"

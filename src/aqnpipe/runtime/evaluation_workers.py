@@ -18,8 +18,15 @@ from aqnpipe.artifacts.provenance import code_digest
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.device import Device, RequestedDevice, resolve_device
 from aqnpipe.errors import AqnpipeError, WorkerError
-from aqnpipe.evaluation.local_runner import load_generator, local_shard_runner
-from aqnpipe.evaluation.shards import OpenShardRunner, Shard, ShardResult, ShardRunner, run_shard
+from aqnpipe.evaluation.shards import (
+    OpenShardRunner,
+    Shard,
+    ShardResult,
+    ShardRunner,
+    load_generator,
+    local_shard_runner,
+    run_shard,
+)
 from aqnpipe.generation.noisy_passes import NoisyGenerator
 from aqnpipe.runtime.device_allocation import this_node
 from aqnpipe.runtime.ray_cluster import RESOURCES, how_it_ended, ray_cluster, send_output_to

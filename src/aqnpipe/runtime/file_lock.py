@@ -1,5 +1,7 @@
 """A lock on a file, held by one process at a time; the kernel frees it when the process ends, even if it is killed.
 
+One of them is the lock of a run's scratch folder. Imports no torch, so Snakemake can use it.
+
 The package `filelock` does not fit: it empties the file on every attempt and needs write access to it. Here the file
 names its holder, and device leases lock files that belong to other users.
 """
@@ -7,13 +9,17 @@ names its holder, and device leases lock files that belong to other users.
 import fcntl
 import json
 import os
+import shutil
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from aqnpipe.errors import RunLockedError
 
 _HOLDER_BYTES = 500
 
@@ -94,3 +100,38 @@ def _open(path: Path, access: int, mode: int) -> int:
         return os.open(path, flags)
     except FileNotFoundError:
         return os.open(path, flags | os.O_CREAT, mode)
+
+
+@contextmanager
+def run_lock(scratch: Path) -> Iterator[None]:
+    """Hold the lock of a run's scratch folder while the body runs; RunLockedError names the process that holds it."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    with FileLock(scratch / "lock") as lock:
+        if not lock.acquire():
+            raise RunLockedError(f"{scratch}: another process works on this run: {lock.describe_holder()}")
+        if not lock.is_current():
+            raise RunLockedError(f"{scratch}: another process has just finished this run; start again")
+        lock.record_holder()
+        yield
+
+
+def remove_locked(scratch: Path) -> None:
+    """Remove a scratch folder whose lock this process holds.
+
+    NFS keeps a deleted file that is open, here the lock, under another name, so the folder itself may stay.
+    """
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_scratch(scratches: Path) -> None:
+    """Remove the scratch folder of every finished run under `scratches` that no process works on.
+
+    Call this only after Snakemake has recorded that the runs are done: until then it may delete their outputs, and
+    the scratch folder restores them. Interrupted runs keep their scratch folders.
+    """
+    for finished in scratches.glob("*/*/finished.json"):
+        scratch = finished.parents[1]
+        with suppress(RunLockedError), run_lock(scratch):
+            remove_locked(scratch)
+    with suppress(OSError):
+        scratches.rmdir()

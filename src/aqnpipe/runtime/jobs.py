@@ -1,19 +1,40 @@
-"""How a Snakemake job runs a stage: its log file, its devices, progress on the terminal, and errors as one line."""
+"""How a Snakemake job runs a stage: its log file, its devices, progress on the terminal, and errors as one line.
 
+A job measures its time and memory itself. Snakemake's `benchmark:` follows the process that Snakemake starts, which is
+another one for a job that starts warm.
+"""
+
+import errno
 import os
+import resource
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+from safetensors import SafetensorError
+
 from aqnpipe.device import RequestedDevice, resolve_device
 from aqnpipe.errors import AqnpipeError, DataError, ModelError, StorageError
 from aqnpipe.runtime.device_allocation import allocated_devices, place_of_job
-from aqnpipe.runtime.disk_errors import disk_errors
-from aqnpipe.runtime.job_costs import costs_file, measured_costs
 
 Say = Callable[[str], None]
+
+_SECONDS_BETWEEN_SAMPLES = 5.0
+_BYTES_PER_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Of `ru_maxrss`."""
+
+_MESSAGES = {
+    errno.ENOSPC: "no space left on device",
+    errno.EDQUOT: "no space left on device",
+    errno.EROFS: "read-only file system",
+}
+_FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded", "iostream error")
+"""Messages of libraries that do not raise OSError on a full disk; the last one is all that torch.save reports."""
 
 
 @contextmanager
@@ -89,3 +110,81 @@ def logged_device_job(
         unused = " (a rehearsal: the devices given are not used)" if device.kind == "cpu" and allocation.ids else ""
         print(f"device: {device.label}{unused}", flush=True)  # noqa: T201
         yield say
+
+
+def costs_file(log: Path) -> Path:
+    """Return the file of a job's costs, `benchmarks/RULE/NAME.tsv`, given its log `logs/RULE/NAME.log`."""
+    results, _, name = str(log).rpartition("logs/")
+    return Path(results, "benchmarks", name).with_suffix(".tsv")
+
+
+@contextmanager
+def measured_costs(path: Path) -> Iterator[None]:
+    """Write seconds, peak memory in MB and processor seconds of the body to `path`, unless it raises.
+
+    Memory is the largest sum over this process and its descendants, of samples, and at least this process's own peak.
+    """
+    start, stop, samples = time.monotonic(), threading.Event(), _Samples()
+    sampler = threading.Thread(target=samples.take_until, args=(stop,), daemon=True)
+    sampler.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        sampler.join()
+    own, waited = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak = max(own.ru_maxrss * _BYTES_PER_UNIT, samples.peak)
+    # Descendants that others wait for, such as Ray's workers, are in no `rusage` of this process.
+    descendants = max(waited.ru_utime + waited.ru_stime, sum(samples.seconds.values()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = f"{time.monotonic() - start:.2f}\t{peak / 1e6:.1f}\t{own.ru_utime + own.ru_stime + descendants:.2f}"
+    path.write_text(f"s\tmax_rss\tcpu_time\n{rows}\n", encoding="utf-8")
+
+
+class _Samples:
+    """Samples of the memory of this process's tree in bytes, and of the processor seconds of its descendants by pid."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self.seconds: dict[int, float] = {}
+
+    def take_until(self, stop: threading.Event) -> None:
+        """Take samples until `stop` is set."""
+        this = psutil.Process(os.getpid())
+        while not stop.wait(_SECONDS_BETWEEN_SAMPLES):
+            total = this.memory_info().rss
+            for process in this.children(recursive=True):
+                with suppress(psutil.Error):
+                    total += process.memory_info().rss
+                    self.seconds[process.pid] = sum(process.cpu_times()[:2])
+            self.peak = max(self.peak, total)
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn an error of the body that a full or read-only disk caused into a StorageError of one line.
+
+    what: the file or folder that was being written, for the message.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        for cause in _with_causes(error):
+            if message := _message(cause):
+                raise StorageError(f"{message} for {what}") from error
+        raise
+
+
+def _message(error: BaseException) -> str | None:
+    """Return the message for an error that the disk caused; None for any other error."""
+    if isinstance(error, OSError):
+        return _MESSAGES.get(error.errno or 0)
+    full = any(words in str(error) for words in _FULL_DISK_MESSAGES)
+    return _MESSAGES[errno.ENOSPC] if full else None
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error`, then the chain of errors that it was raised from or that were being handled."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

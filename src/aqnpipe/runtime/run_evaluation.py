@@ -13,7 +13,7 @@ from pathlib import Path
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, is_evaluated
 from aqnpipe.runtime.evaluation_workers import evaluation_workers
-from aqnpipe.runtime.run_lock import remove_locked, run_lock
+from aqnpipe.runtime.file_lock import remove_locked, run_lock
 
 
 @dataclass(frozen=True)

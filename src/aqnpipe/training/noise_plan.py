@@ -14,9 +14,9 @@ from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.noise.aqn import target_factors
 from aqnpipe.noise.injection.faults import ActiveFaults
+from aqnpipe.noise.receipts.passes import RequiredPasses
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.schedule import sigma_at
-from aqnpipe.training.required_passes import required_passes
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,34 @@ def _layer_factors(spec: TrainingSpec, sigmas_file: Path | None, weights_sha256:
 
 def _expected_phases(training: TrainingConfig) -> tuple[Phase, ...]:
     return tuple(phase for phase in TRAINING_PHASES if phase != "reference" or training.kl_coefficient > 0)
+
+
+def required_passes(spec: TrainingSpec) -> list[RequiredPasses]:
+    """Return what each phase must do on each worker of a run; the backward passes are those of the actor's graphs.
+
+    A rollout, and with a KL term the reference, read every sequence of a batch once, and so does the actor for the old
+    log-probabilities, where several steps learn from one batch or a correction compares the sampler with them. In every
+    step the actor is trained on the sequences of that step.
+    """
+    training, num_format = spec.training, spec.dtype
+    every_step = range(spec.num_steps)
+    batches = range(0, spec.num_steps, training.steps_per_rollout)
+    of_step = training.sequences_per_step // training.num_workers
+    of_batch = of_step * training.steps_per_rollout
+    scores_old = training.steps_per_rollout > 1 or spec.arm.importance_sampling is not None
+    actor = RequiredPasses(
+        "actor_forward",
+        num_format,
+        steps=batches if scores_old else (),
+        sequences=of_batch,
+        trained_steps=every_step,
+        trained_sequences=of_step,
+        drops=True,
+    )
+    reference = RequiredPasses("reference", num_format, steps=batches, sequences=of_batch)
+    return [
+        RequiredPasses("rollout", num_format, steps=batches, sequences=of_batch),
+        *([reference] if training.kl_coefficient else []),
+        actor,
+        RequiredPasses("validation", num_format, steps=training.validation_steps(spec.num_steps)),
+    ]

@@ -26,7 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.durable_files import damage, files_in, rename, sync_files, write_durably
-from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, TrainingConfig
 from aqnpipe.models.shares import is_share, like_share, local
 from aqnpipe.noise.injection.faults import ActiveFaultState
@@ -163,10 +163,10 @@ class ResumePoints(TrainerCallback):
         """Return the digests of this worker's part of a point, when it is on the disk, and the seconds it took."""
         save_file(tensors, staged / _tensors_name(self._rank))
         names = [_tensors_name(self._rank), _state_name(self._rank), *([TRAINER_STATE_NAME] if self._rank == 0 else ())]
-        digests = {name: sha256_of_file(staged / name) for name in names}
+        digests = sha256_of_files({name: staged / name for name in names})
         sync_files(staged, names)
         run, new = self._workspace.run, [name for name in run_files if name not in self._run_files]
-        self._run_files |= {name: sha256_of_file(run / name) for name in new}
+        self._run_files |= sha256_of_files({name: run / name for name in new})
         sync_files(run, new)
         return digests, self._clock() - began
 

@@ -1,14 +1,16 @@
 """One worker of a training run: builds the trainer with its data, noise and callbacks, trains, writes the results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import torch
 from datasets import Dataset
 from transformers import PrinterCallback
+from trl import GRPOConfig
 
 from aqnpipe.artifacts.files import read_table, write_json, write_table
 from aqnpipe.artifacts.problems import ProblemTable
@@ -27,31 +29,51 @@ from aqnpipe.data.prompts import (
 )
 from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.data.scoring import is_correct
-from aqnpipe.device import local_device_index, resolve_device, torch_device
+from aqnpipe.device import DeviceKind, local_device_index, resolve_device, torch_device
 from aqnpipe.errors import ConfigError, NoRewardError, ReceiptError, RunInterruptedError, WorkerError
 from aqnpipe.generation.rollout_engines import RolloutEngine
 from aqnpipe.models.layout import is_mixture_of_experts
-from aqnpipe.models.loading import load_tokenizer, sha256_of
+from aqnpipe.models.loading import load_tokenizer, weights_sha256
 from aqnpipe.models.sharding import shard_model
 from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_receipt, read_measurements
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.training.arguments import grpo_arguments
+from aqnpipe.noise.receipts.rows import WeightSync
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
 from aqnpipe.training.checkpoints import CheckpointWriter
-from aqnpipe.training.distance_growth import growth_line, growth_of
-from aqnpipe.training.metrics import metrics_table
 from aqnpipe.training.noise_plan import NoisePlan, build_noise_plan
-from aqnpipe.training.policy import load_policy
+from aqnpipe.training.policy import computes_in_mixed_precision, load_policy
 from aqnpipe.training.ranks import rank_and_size
 from aqnpipe.training.resume import ResumePoints
 from aqnpipe.training.rollout_backend import merges_adapters, open_rollouts
+from aqnpipe.training.sampler_distance import growth_line, growth_of
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 from aqnpipe.training.workspace import Workspace
 
 _EARLY_RECEIPTS = (1, 5)
 """Steps after which the receipt so far is checked."""
+
+_COLUMNS = {
+    "epoch": "epoch",
+    "reward_mean": "reward",
+    "reward_std": "reward_std",
+    "entropy": "entropy",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "clip_fraction": "clip_ratio/region_mean",
+    "response_tokens_mean": "completions/mean_length",
+    "truncated_fraction": "completions/clipped_ratio",
+    "logp_difference_mean": "sampler/logp_difference_mean",
+    "logp_difference_max": "sampler/logp_difference_max",
+    "sampler_kl": "sampler/kl",
+}
+_IMPORTANCE_RATIO = "sampling/importance_sampling_ratio/mean"
+_ROLLOUT_KEYS = (
+    *("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio"),
+    *("sampler/logp_difference_mean", "sampler/logp_difference_max", "sampler/kl"),
+)
+"""Quantities that the trainer logs once per batch of rollouts."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +126,7 @@ def run_worker(
         return
     if spec.num_steps not in trainer.validation_accuracy:
         raise ReceiptError(f"receipt refused: {run_label(spec)}: the last step, {spec.num_steps}, was not validated")
-    table = metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
+    table = _metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
     growth = growth_of(table, spec.training.steps_per_rollout)
     if growth is not None and growth.has_grown:
         say(f"{run_label(spec)}: {growth_line(growth)}")
@@ -181,7 +203,7 @@ def _build_trainer(
     device = resolve_device(spec.device).kind
     if spec.training.parallelism == "fsdp":
         shard_model(model, torch.device(torch_device(device, local_device_index(device))))
-    weights = sha256_of(sorted(inputs.model.glob("*.safetensors"))) if inputs.sigmas else None
+    weights = weights_sha256(inputs.model) if inputs.sigmas else None
     plan = build_noise_plan(spec, model, inputs.sigmas, weights)
     guard = BreakdownGuard(run_label(spec), spec.training)
     audit = TrainingAudit(
@@ -289,4 +311,106 @@ def _validation(
         max_response_tokens=spec.training.max_response_tokens,
         seed=spec.random_seed,
         stop_text=spec.prompt.stop_text,
+    )
+
+
+def _metrics_table(
+    log_history: Iterable[Mapping[str, float]],
+    weight_syncs: Iterable[WeightSync],
+    validation_accuracy: Mapping[int, float],
+) -> pl.DataFrame:
+    """Return one row per optimiser step, with the columns of `artifacts.TrainingMetrics`.
+
+    Rewards, lengths, sigmas and the distance between sampler and actor of step N belong to the rollout that step N
+    learned from; several steps may share a rollout. Wall times are left out on purpose: the table must be reproducible.
+    """
+    syncs = {sync.step + 1: sync for sync in weight_syncs}
+    rows = []
+    sync: WeightSync | None = None
+    rollout: dict[str, float] = {}
+    for logged in log_history:
+        if "loss" not in logged:
+            continue
+        step = int(logged["step"])
+        sync = syncs.get(step, sync)
+        if "reward" in logged:
+            rollout = {key: logged[key] for key in (*_ROLLOUT_KEYS, _IMPORTANCE_RATIO) if key in logged}
+        entry = {**rollout, **logged}
+        rows.append(
+            {
+                "step": step,
+                **{column: float(entry[key]) for column, key in _COLUMNS.items()},
+                "kl": float(entry["kl"]) if "kl" in entry else None,
+                "importance_ratio_mean": entry.get(_IMPORTANCE_RATIO),
+                "sigma_requested": sync.sigma_requested if sync else 0.0,
+                "sigma_measured": sync.sigma_measured if sync else 0.0,
+                "validation_accuracy": validation_accuracy.get(step),
+            }
+        )
+    order = [
+        "step", "epoch", "reward_mean", "reward_std", "kl", "entropy", "loss", "grad_norm", "clip_fraction",
+        "response_tokens_mean", "truncated_fraction", "logp_difference_mean", "logp_difference_max", "sampler_kl",
+        "importance_ratio_mean", "sigma_requested", "sigma_measured", "validation_accuracy",
+    ]  # fmt: skip
+    schema_overrides = dict.fromkeys(("kl", "importance_ratio_mean", "validation_accuracy"), pl.Float64)
+    return pl.DataFrame(rows, schema_overrides=schema_overrides).select(order)
+
+
+def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu") -> GRPOConfig:
+    """Return the study's settings as TRL's; defaults of TRL that differ from the published recipe are set explicitly.
+
+    Raises ConfigError for float16, which would need a loss scaler.
+    """
+    training, correction = spec.training, spec.arm.importance_sampling
+    if spec.dtype == "float16":
+        raise ConfigError(
+            f"models.{spec.model_role}.dtype: training computes in float32 or bfloat16, found float16 (its small "
+            "gradients vanish without a loss scaler)"
+        )
+    return GRPOConfig(
+        output_dir=str(folder / "trainer"),
+        seed=spec.random_seed,
+        max_steps=spec.num_steps,
+        num_train_epochs=training.epochs,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type="constant_with_warmup" if training.learning_rate_schedule == "constant" else "linear",
+        warmup_steps=training.warmup_steps,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        max_grad_norm=training.max_grad_norm,
+        per_device_train_batch_size=training.sequences_per_call,
+        gradient_accumulation_steps=training.accumulation_steps,
+        steps_per_generation=training.accumulation_steps * training.steps_per_rollout,
+        num_generations=training.rollouts_per_prompt,
+        num_iterations=1,
+        max_completion_length=training.max_response_tokens,
+        temperature=training.temperature,
+        beta=training.kl_coefficient,
+        epsilon=training.clip_ratio,
+        # TRL limits the ratio before it clips: for a positive advantage the clipped ratio is the smaller one anyway.
+        delta=training.clip_ratio_c,
+        vllm_importance_sampling_correction=correction is not None,
+        vllm_importance_sampling_mode=correction.mode if correction else "sequence_mask",
+        vllm_importance_sampling_clip_max=correction.clip_max if correction else 3.0,
+        vllm_importance_sampling_clip_min=correction.clip_min if correction else None,
+        loss_type="dapo",
+        scale_rewards="group",
+        use_bias_correction_kl=False,
+        # The study has no term that balances experts.
+        router_aux_loss_coef=0.0,
+        bf16=computes_in_mixed_precision(spec),
+        gradient_checkpointing=training.gradient_checkpointing,
+        # A reentrant checkpoint recomputes layers without the hooks of the forward pass, and so without noise.
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_cpu=device == "cpu",
+        save_strategy="no",
+        eval_strategy="no",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to=list(training.report_to) or "none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from aqnpipe.artifacts.durable_files import digests_of
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.measured_errors import training_with_figures
-from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, versions
+from aqnpipe.artifacts.provenance import code_digest, sha256_of_files, versions
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.artifacts.training_facts import TrainingFacts
 from aqnpipe.config.measured_noise import MeasuredError
@@ -120,7 +120,7 @@ def _run_record(spec: TrainingSpec, inputs: TrainingInputs) -> RunRecord:
         identity={"model": spec.model_role, "arm": spec.arm_id, "seed": spec.seed, "num_steps": spec.num_steps},
         config=spec.model_dump(mode="json"),
         code_digest=code_digest("aqnpipe.training.stage"),
-        inputs_sha256={name: sha256_of_file(path) for name, path in files.items()},
+        inputs_sha256=sha256_of_files(files),
         versions=versions(),
         device=resolve_device(spec.device).label,
         generation=describe_rollouts(spec),

@@ -8,7 +8,7 @@ tests/training/test_trl_contract.py pins their signatures.
 import math
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+from trl.trainer.utils import RepeatSampler, entropy_from_logits, selective_log_softmax
 
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.noise import Phase
@@ -39,8 +39,41 @@ from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import BaseWeights, compute_in_bfloat16
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.resume import ResumePoints, load_rank_state, load_tensors, own_tensors, save_rank_state
-from aqnpipe.training.sampler import PromptSampler
 from aqnpipe.training.sampler_distance import SamplerDistance
+
+
+class PromptSampler(RepeatSampler):
+    """TRL's sampler, reshuffled in each epoch by a generator that is seeded with (seed, epoch) only.
+
+    The epoch follows from `steps_done`, the optimiser steps of the whole run, at the start of an iteration.
+    """
+
+    def __init__(
+        self,
+        prompts: Sized,
+        *,
+        prompts_per_rollout: int,
+        rollouts_per_prompt: int,
+        micro_batches_per_rollout: int,
+        steps_per_rollout: int,
+        seed: int,
+        steps_done: Callable[[], int],
+    ) -> None:
+        super().__init__(
+            prompts,
+            mini_repeat_count=rollouts_per_prompt,
+            batch_size=prompts_per_rollout,
+            repeat_count=micro_batches_per_rollout,
+            seed=seed,
+        )
+        self._steps_per_epoch = len(prompts) // prompts_per_rollout * steps_per_rollout
+        self._steps_done = steps_done
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the prompt indices of one epoch."""
+        epoch = self._steps_done() // self._steps_per_epoch
+        self.generator.manual_seed(derive_seed(self.seed, "prompts", epoch))
+        yield from super().__iter__()
 
 
 class NoisyGRPOTrainer(GRPOTrainer):

@@ -18,10 +18,9 @@ from aqnpipe.data.stage import prepare_data
 from aqnpipe.errors import AqnpipeError
 from aqnpipe.evaluation import shards
 from aqnpipe.evaluation.audit.expectation import Expectation
-from aqnpipe.evaluation.local_runner import local_shard_runner
-from aqnpipe.evaluation.shards import ShardRunner
+from aqnpipe.evaluation.shards import ShardRunner, local_shard_runner
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
-from aqnpipe.generation import decoding, transformers_backend
+from aqnpipe.generation import transformers_backend
 from aqnpipe.generation.kv_cache import InPlaceLayer
 from aqnpipe.generation.noisy_passes import TransformersPasses
 from aqnpipe.generation.transformers_backend import TransformersBackend
@@ -180,7 +179,11 @@ def autocast_shard(generator, spec, shard):
         return _run_shard(generator, spec, shard)
 
 
-_reorder, _keep, _init = InPlaceLayer.reorder_cache, decoding._Batch.keep, decoding._Batch.__init__
+_reorder, _keep, _init = (
+    InPlaceLayer.reorder_cache,
+    transformers_backend._Batch.keep,
+    transformers_backend._Batch.__init__,
+)
 
 
 def no_reorder(self, beam_idx):
@@ -265,7 +268,7 @@ def install(monkeypatch, target, value):
     else:
         monkeypatch.setattr(shards, target, value)
         if target == "run_shard":
-            monkeypatch.setattr("aqnpipe.evaluation.local_runner.run_shard", value)
+            monkeypatch.setattr("aqnpipe.evaluation.shards.run_shard", value)
 
 
 def refused(run, tmp_path, cause, **settings):
@@ -317,9 +320,9 @@ def test_a_response_behind_the_stop_text_is_refused(run, tmp_path, monkeypatch):
             "with the cached keys of another row, when rows had left the batch",
         ),
         ((InPlaceLayer, "reorder_cache"), no_reorder_in_one_layer, "another logit|holds keys|is not the one"),
-        ((decoding._Batch, "keep"), rows_not_reordered, "tokens is not the one"),
-        ((decoding._Batch, "__init__"), mask_of_ones, "another logit"),
-        ((decoding._Batch, "__init__"), positions_with_padding, "another logit"),
+        ((transformers_backend._Batch, "keep"), rows_not_reordered, "tokens is not the one"),
+        ((transformers_backend._Batch, "__init__"), mask_of_ones, "another logit"),
+        ((transformers_backend._Batch, "__init__"), positions_with_padding, "another logit"),
     ],
 )
 def test_a_decoder_that_mixes_rows_up_is_refused(run, tmp_path, monkeypatch, target, value, cause):
@@ -328,7 +331,7 @@ def test_a_decoder_that_mixes_rows_up_is_refused(run, tmp_path, monkeypatch, tar
 
 
 def test_a_decoder_that_ignores_padding_is_refused_without_a_clean_pass(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoding._Batch, "__init__", mask_of_ones)
+    monkeypatch.setattr(transformers_backend._Batch, "__init__", mask_of_ones)
     refused(run, tmp_path, "trial without noise, row .* another logit", noise_levels=(0.1,))
 
 
@@ -383,19 +386,19 @@ def test_golds_of_another_table_are_refused(run, tmp_path, monkeypatch):
 
 
 def test_another_checkpoint_is_refused(run, tmp_path, monkeypatch):
-    from aqnpipe.evaluation import local_runner
+    from aqnpipe.evaluation import shards
 
-    opened = local_runner.open_generator
+    opened = shards.open_generator
     other = builtin_folder("tiny-comparison")
     monkeypatch.setattr(
-        local_runner, "open_generator", lambda generation, folder, *a, **k: opened(generation, other, *a, **k)
+        shards, "open_generator", lambda generation, folder, *a, **k: opened(generation, other, *a, **k)
     )
     refused(run, tmp_path, "in memory is not the weight of the checkpoint")
 
 
 def test_an_unobserved_backend_of_transformers_is_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "run_shard", lambda *args: replace(_run_shard(*args), facts=()))
-    monkeypatch.setattr("aqnpipe.evaluation.local_runner.run_shard", shards.run_shard)
+    monkeypatch.setattr("aqnpipe.evaluation.shards.run_shard", shards.run_shard)
     refused(run, tmp_path, "0 of 1 batches were observed")
 
 
@@ -405,7 +408,7 @@ def test_another_tokenizer_is_refused(run, tmp_path, monkeypatch):
         tokenizer.eos_token, tokenizer.pad_token = tokenizer.pad_token, tokenizer.eos_token
         return tokenizer
 
-    monkeypatch.setattr("aqnpipe.evaluation.local_runner.load_tokenizer", swapped)
+    monkeypatch.setattr("aqnpipe.evaluation.shards.load_tokenizer", swapped)
     refused(run, tmp_path, "the tokenizer of another model")
 
 

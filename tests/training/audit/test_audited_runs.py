@@ -24,8 +24,7 @@ from aqnpipe.generation import transformers_backend
 from aqnpipe.training import callbacks, checkpoints, trainer
 from aqnpipe.training import run as training_run
 from aqnpipe.training.callbacks import CheckpointCallback
-from aqnpipe.training.sampler import PromptSampler
-from aqnpipe.training.trainer import NoisyGRPOTrainer
+from aqnpipe.training.trainer import NoisyGRPOTrainer, PromptSampler
 
 pytestmark = pytest.mark.usefixtures("rewards_that_teach")
 

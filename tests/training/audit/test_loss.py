@@ -9,7 +9,15 @@ from pydantic import ValidationError
 from tiny_training import training_spec
 
 from aqnpipe.config.arm import ImportanceSampling
-from aqnpipe.training.audit.loss import Token, cause_of, importance_weights, kl_slope, policy_slope, slope
+from aqnpipe.training.audit.loss import (
+    Token,
+    cause_of,
+    importance_weights,
+    kl_slope,
+    policy_slope,
+    reaches_around,
+    slope,
+)
 
 SPEC = training_spec(kl_coefficient=0.1, clip_ratio=0.2, temperature=1.0)
 CLIPS = SPEC.training
@@ -185,3 +193,21 @@ def test_ratios_to_other_tokens_are_not_reported_as_advantages_alone():
     tokens = [item for item in TOKENS if item.ratio == 1.0]
     other = [replace(item, slope=whole(item, ratio=next(ratios)), allowed=1e-9) for item in tokens]
     assert "old log-probabilities of other tokens" in cause_of(other, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [
+        (lambda weights, hidden, logits: 0.0, False),
+        (lambda weights, hidden, logits: logits.square().sum(), False),
+        (lambda weights, hidden, logits: weights.detach().square().sum(), False),
+        (lambda weights, hidden, logits: 1e-3 * weights.square().sum(), True),
+        (lambda weights, hidden, logits: hidden.mean(), True),
+    ],
+)
+def test_only_terms_that_bypass_the_logits_are_found(term, expected):
+    weights = torch.randn(3, 3, requires_grad=True)
+    hidden = torch.randn(2, 3) @ weights
+    logits = hidden.tanh() @ weights
+    loss = logits.log_softmax(-1)[:, 0].mean() + term(weights, hidden, logits)
+    assert reaches_around(loss, logits) is expected

@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from aqnpipe.cli.diagnose.fleet import diagnose_node, read_report
-from aqnpipe.cli.diagnose.here import diagnose_here
-from aqnpipe.cli.diagnose.loading import find_model
+from aqnpipe.cli.diagnose.loading import ModelSource, find_model, load, word_problems
 from aqnpipe.cli.diagnose.options import Outputs, parse_devices, parse_duration, usable_device
-from aqnpipe.cli.given import given_options
+from aqnpipe.cli.terminal import given_options
 from aqnpipe.config.base import LARGEST_SEED, MOST_THREADS
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import Attention, Dtype
+from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aqnpipe.artifacts.node_reports import Outcome
+    import torch
+
+    from aqnpipe.artifacts.diagnoses import DiagnosisFile, Outcome
 
 _FLEET = "For several devices"
 
@@ -102,7 +104,7 @@ def diagnose(
 
 
 def _leave(verdict: "Outcome") -> NoReturn:
-    from aqnpipe.artifacts.node_reports import EXIT_CODES
+    from aqnpipe.artifacts.diagnoses import EXIT_CODES
 
     raise typer.Exit(EXIT_CODES[verdict])
 
@@ -119,3 +121,39 @@ def _compare(paths: tuple[Path, Path], others: set[str]) -> NoReturn:
     comparison = compare_nodes(*(read_report(path) for path in paths))
     show_comparison(comparison)
     raise typer.Exit(comparison.exit_code)
+
+
+def diagnose_here(
+    source: ModelSource,
+    device: "torch.device",
+    method: DiagnosisMethod,
+    config: DiagnosisConfig,
+    faults: tuple[Fault, ...],
+    json: Path | None,
+) -> "DiagnosisFile":
+    """Diagnose `device`, print what was found and write it to `json` if there is one."""
+    import torch
+
+    from aqnpipe.artifacts.files import write_json
+    from aqnpipe.cli.diagnose.show import show_diagnosis
+    from aqnpipe.cli.terminal import console_of
+    from aqnpipe.diagnosis.api import diagnose
+
+    torch.set_num_threads(config.threads)
+    console = console_of(stderr=True)
+    with console.status("loading") as status:
+        file = diagnose(
+            load(source, device, config.seed),
+            method=method,
+            prompt_ids=word_problems(source, config.num_prompts, device),
+            faults=faults,
+            name=source.name,
+            weights=None if source.random_weights else source.folder,
+            show_progress=status.update,
+            **config.model_dump(),
+        )
+    if json is not None:
+        write_json(json, file)
+        console.print(f"written: {json}")
+    show_diagnosis(file)
+    return file

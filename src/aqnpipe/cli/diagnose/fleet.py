@@ -17,7 +17,7 @@ from aqnpipe.config.noise import Fault
 from aqnpipe.errors import DataError, ModelError
 
 if TYPE_CHECKING:
-    from aqnpipe.artifacts.node_reports import NodeReport
+    from aqnpipe.artifacts.diagnoses import NodeReport
     from aqnpipe.cli.diagnose.worker import Order
 
 
@@ -31,7 +31,7 @@ def diagnose_node(
     outputs: Outputs,
 ) -> "NodeReport":
     """Diagnose `devices` in parallel, print what was found and write it where `outputs` asks for it."""
-    from aqnpipe.artifacts.node_reports import EXIT_CODES, NodeReport, worst
+    from aqnpipe.artifacts.diagnoses import EXIT_CODES, NodeReport, worst
     from aqnpipe.artifacts.provenance import versions
     from aqnpipe.cli.diagnose.node import diagnose_devices
     from aqnpipe.cli.diagnose.show import show_node
@@ -65,9 +65,8 @@ def diagnose_node(
 
 def read_report(path: Path) -> "NodeReport":
     """Return the report of a node in `path`, or the diagnosis of one device as such a report; DataError otherwise."""
-    from aqnpipe.artifacts.diagnoses import DiagnosisFile
+    from aqnpipe.artifacts.diagnoses import DiagnosisFile, NodeReport
     from aqnpipe.artifacts.files import read_json
-    from aqnpipe.artifacts.node_reports import NodeReport
     from aqnpipe.diagnosis.node_comparison import node_of
 
     try:

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from aqnpipe.artifacts.diagnoses import DeviceReport, Outcome
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.artifacts.node_reports import DeviceReport, Outcome
 from aqnpipe.cli.diagnose.worker import Order
 from aqnpipe.diagnosis.repetition import INTERRUPTED
 

@@ -10,8 +10,15 @@ from aqnpipe.cli.terminal import console_of, table_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aqnpipe.artifacts.diagnoses import DiagnosisFile, LayerMetrics, LocatedFault
-    from aqnpipe.artifacts.node_reports import DeviceReport, NodeReport, Rate, SiteRate
+    from aqnpipe.artifacts.diagnoses import (
+        DeviceReport,
+        DiagnosisFile,
+        LayerMetrics,
+        LocatedFault,
+        NodeReport,
+        Rate,
+        SiteRate,
+    )
     from aqnpipe.diagnosis.node_comparison import Comparison
 
 _SHOWN_SCANS = ("gain", "kurtosis", "instability")

@@ -42,8 +42,8 @@ OPTIONAL: dict[str, str] = {
 _SETUP = "make setup (DEVICE=cuda on GPUs, DEVICE=npu on NPUs)"
 
 
-class Check(Artifact):
-    """Result of one check.
+class Item(Artifact):
+    """Result of one check: a line of `aqnpipe doctor`.
 
     untested: suitable, but the tests ran with another version. missing: not found, and needed only by some profiles.
     problem: unsuitable, or not found and needed.
@@ -55,27 +55,27 @@ class Check(Artifact):
     advice: str = ""
 
 
-def machine_checks(results: Path, partitions: tuple[SlurmPartition, ...] | None) -> list[Check]:
+def machine_checks(results: Path, partitions: tuple[SlurmPartition, ...] | None) -> list[Item]:
     """Return the checks that do not depend on a profile; `partitions` come from `read_partitions`."""
     devices = device_checks()
     compiler = compiler_check(needed=devices[0].status == "ok")
     return [*devices, *version_checks(), compiler, slurm_check(partitions), disk_check(results), memory_check()]
 
 
-def device_checks() -> list[Check]:
+def device_checks() -> list[Item]:
     """Return a check per kind of accelerator: the devices found by torch, or the reason why there are none."""
     kinds: tuple[tuple[str, RequestedDevice], ...] = (("GPUs", "cuda"), ("NPUs", "npu"))
     checks = []
     for name, kind in kinds:
         try:
-            checks.append(Check(name=name, status="ok", found=resolve_device(kind).label))
+            checks.append(Item(name=name, status="ok", found=resolve_device(kind).label))
         except DeviceError as error:
             reason = str(error).partition("found none: ")[2].partition("; `device")[0]
-            checks.append(Check(name=name, status="missing", found="none", advice=reason))
+            checks.append(Item(name=name, status="missing", found="none", advice=reason))
     return checks
 
 
-def version_checks(constraints: Path | None = None) -> list[Check]:
+def version_checks(constraints: Path | None = None) -> list[Item]:
     """Return a check for Python and for each library: its version, requirements of other libraries, pinned version.
 
     constraints: the file of the pinned versions; None: that of the devices which the installed torch was built for.
@@ -84,43 +84,43 @@ def version_checks(constraints: Path | None = None) -> list[Check]:
     constraints = CONSTRAINTS[kind] if constraints is None else constraints
     names = {canonicalize_name(name) for name in _requirements("aqnpipe")} | set(OPTIONAL)
     demands, tested = _demands(names), _tested_versions(constraints)
-    checks = [Check(name="python", status="ok", found=platform.python_version())]
+    checks = [Item(name="python", status="ok", found=platform.python_version())]
     if not tested:
         advice = "versions are not compared with those that the tests ran with"
-        checks.append(Check(name="versions", status="untested", found=f"no {constraints} here", advice=advice))
+        checks.append(Item(name="versions", status="untested", found=f"no {constraints} here", advice=advice))
     return checks + [
         _version_check(name, demands.get(name, []), tested.get(name), constraints) for name in sorted(names)
     ]
 
 
-def _version_check(name: str, demands: list[tuple[str, Requirement]], tested: str | None, constraints: Path) -> Check:
+def _version_check(name: str, demands: list[tuple[str, Requirement]], tested: str | None, constraints: Path) -> Item:
     version = _version(name)
     if version is None:
         status: Status = "missing" if name in OPTIONAL else "problem"
-        return Check(name=name, status=status, found="not installed", advice=OPTIONAL.get(name, _SETUP))
+        return Item(name=name, status=status, found="not installed", advice=OPTIONAL.get(name, _SETUP))
     unmet = [
         f"{owner} needs {name}{demand.specifier}"
         for owner, demand in demands
         if not demand.specifier.contains(version, prereleases=True)
     ]
     if unmet:
-        return Check(name=name, status="problem", found=version, advice="; ".join(unmet))
+        return Item(name=name, status="problem", found=version, advice="; ".join(unmet))
     if tested is not None and Version(tested).public != Version(version).public:
-        return Check(name=name, status="untested", found=version, advice=f"{constraints.name} has {tested}")
-    return Check(name=name, status="ok", found=version)
+        return Item(name=name, status="untested", found=version, advice=f"{constraints.name} has {tested}")
+    return Item(name=name, status="ok", found=version)
 
 
-def build_check(requested: RequestedDevice) -> Check:
+def build_check(requested: RequestedDevice) -> Item:
     """Return the check that the installed torch was built for the devices of a study, also where there are none."""
     kinds: dict[DeviceKind, str] = {"cuda": "make setup DEVICE=cuda", "npu": "make setup DEVICE=npu, beside CANN"}
     built = [kind for kind in kinds if can_compute_on(kind)]
     found = f"built for {' and '.join(built) if built else 'a CPU only'}"
     if requested not in kinds or requested in built:
-        return Check(name="torch", status="ok", found=found)
-    return Check(name="torch", status="problem", found=f"{found}, the study needs {requested}", advice=kinds[requested])
+        return Item(name="torch", status="ok", found=found)
+    return Item(name="torch", status="problem", found=f"{found}, the study needs {requested}", advice=kinds[requested])
 
 
-def compiler_check(needed: bool) -> Check:
+def compiler_check(needed: bool) -> Item:
     """Return the check of what Triton compiles its launchers with at the first use: a C compiler, Python's headers.
 
     needed: whether this machine has GPUs.
@@ -131,38 +131,38 @@ def compiler_check(needed: bool) -> Check:
     missing = f"CC={named} is no program" if named else "no C compiler"
     found = f"{compiler or missing}, {headers if headers.is_file() else f'no {headers}'}"
     if compiler and headers.is_file():
-        return Check(name="compiler", status="ok", found=found)
+        return Item(name="compiler", status="ok", found=found)
     version = ".".join(platform.python_version_tuple()[:2])
     advice = f"apt-get install gcc python{version}-dev (Triton compiles with them, for noise on GPUs and vLLM)"
-    return Check(name="compiler", status="problem" if needed else "missing", found=found, advice=advice)
+    return Item(name="compiler", status="problem" if needed else "missing", found=found, advice=advice)
 
 
-def slurm_check(partitions: tuple[SlurmPartition, ...] | None) -> Check:
+def slurm_check(partitions: tuple[SlurmPartition, ...] | None) -> Item:
     """Return the check of Slurm: whether it answers, and its partitions."""
     if partitions is None:
         advice = "apt-get install slurm-client, and the cluster's slurm.conf and munge key (profiles a100 and ascend)"
-        return Check(name="Slurm", status="missing", found="sinfo not found", advice=advice)
+        return Item(name="Slurm", status="missing", found="sinfo not found", advice=advice)
     if not partitions:
-        return Check(name="Slurm", status="problem", found="no answer", advice="run `sinfo` to see why")
+        return Item(name="Slurm", status="problem", found="no answer", advice="run `sinfo` to see why")
     shown = ", ".join(f"{partition.name} ({partition.gres or 'no gres'})" for partition in partitions)
-    return Check(name="Slurm", status="ok", found=f"partitions {shown}")
+    return Item(name="Slurm", status="ok", found=f"partitions {shown}")
 
 
-def disk_check(results: Path) -> Check:
+def disk_check(results: Path) -> Item:
     """Return the check of free space on the file system of the results."""
     folder = next(path for path in (results.resolve(), *results.resolve().parents) if path.exists())
     free = shutil.disk_usage(folder).free / 1e9
     enough = free >= MINIMUM_FREE_GB
     advice = "" if enough else f"a study of real models needs at least {MINIMUM_FREE_GB} GB; tiny models need 1 GB"
-    return Check(
+    return Item(
         name="disk", status="ok" if enough else "missing", found=f"{free:.0f} GB free in {folder}", advice=advice
     )
 
 
-def memory_check() -> Check:
+def memory_check() -> Item:
     """Return the cores and memory of this machine, for information."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Check(name="machine", status="ok", found=f"{os.cpu_count()} CPUs, {memory / 1e9:.0f} GB memory")
+    return Item(name="machine", status="ok", found=f"{os.cpu_count()} CPUs, {memory / 1e9:.0f} GB memory")
 
 
 def _demands(names: set[str]) -> dict[str, list[tuple[str, Requirement]]]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from aqnpipe.artifacts.base import Artifact
-from aqnpipe.cli.doctor.checks import Check, machine_checks
+from aqnpipe.cli.doctor.checks import Item, machine_checks
 from aqnpipe.cli.doctor.profiles import profile_checks, read_profile
 from aqnpipe.cli.doctor.slurm import read_partitions
 from aqnpipe.errors import EXIT_USER_ERROR, ConfigError
@@ -18,9 +18,9 @@ _SIGNS = {"ok": "ok", "untested": "?", "missing": "-", "problem": "!!"}
 class DoctorReport(Artifact):
     """Output of `aqnpipe doctor --json`."""
 
-    machine: tuple[Check, ...]
+    machine: tuple[Item, ...]
     profile: str | None
-    profile_checks: tuple[Check, ...]
+    profile_checks: tuple[Item, ...]
     can_run: bool
 
 

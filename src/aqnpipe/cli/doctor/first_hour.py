@@ -25,10 +25,11 @@ import psutil
 import yaml
 
 from aqnpipe.artifacts.files import write_text
-from aqnpipe.cli.doctor.checks import Check
+from aqnpipe.cli.doctor.checks import Item
 from aqnpipe.config.yaml_file import read_yaml_file
 from aqnpipe.device import Device, resolve_device
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
+from aqnpipe.report.numbers import in_markdown_cell, markdown_table
 from aqnpipe.shipped import SHIPPED, SNAKEFILE
 
 PAGE = "first-hour.md"
@@ -78,7 +79,7 @@ class Attempt:
 
 
 def try_out(
-    folder: Path, machine: Sequence[Check], workers: int | None, minutes: float, say: Callable[[str], None]
+    folder: Path, machine: Sequence[Item], workers: int | None, minutes: float, say: Callable[[str], None]
 ) -> bool:
     """Try everything and write the page into `folder`, after every step; return whether all that was tried passed."""
     device = resolve_device("auto")
@@ -209,7 +210,7 @@ def _status(good: bool) -> Literal["passed", "did not pass"]:
     return "passed" if good else "did not pass"
 
 
-def _page(attempt: Attempt, outcomes: Sequence[Outcome], machine: Sequence[Check]) -> str:
+def _page(attempt: Attempt, outcomes: Sequence[Outcome], machine: Sequence[Item]) -> str:
     """Return the page as Markdown."""
     tried = [[o.name, o.status, f"{o.minutes:.1f}", "; ".join(o.found)] for o in outcomes]
     blocks = [
@@ -243,5 +244,4 @@ def _page(attempt: Attempt, outcomes: Sequence[Outcome], machine: Sequence[Check
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(markdown_table(header, [list(map(in_markdown_cell, row)) for row in rows]))

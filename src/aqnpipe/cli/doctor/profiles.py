@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aqnpipe.cli.doctor.checks import Check, Status, build_check, version_checks
+from aqnpipe.cli.doctor.checks import Item, Status, build_check, version_checks
 from aqnpipe.cli.doctor.slurm import SlurmPartition
 from aqnpipe.cli.front_door import device_problem, devices_of_job, shards_without_devices, whole_number
 from aqnpipe.cli.profile_file import read_profile_file
@@ -26,14 +26,14 @@ def read_profile(name: str) -> dict[str, Any]:
     raise ConfigError(f"--profile: no profile {name!r}, found {', '.join(known) or 'no folder profiles'}")
 
 
-def profile_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition, ...] | None) -> list[Check]:
+def profile_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition, ...] | None) -> list[Item]:
     """Return the checks of the requirements of a profile. It cannot run here if any has the status `problem`."""
     name = profile.get("configfile", DEFAULT_STUDY)
     try:
         study = load_study_file(Path(name))
     except AqnpipeError as error:
-        return [Check(name="study", status="problem", found=str(error), advice="choose another with --configfile")]
-    study_check = Check(name="study", status="ok", found=f"{name}: device {study.config.device}")
+        return [Item(name="study", status="problem", found=str(error), advice="choose another with --configfile")]
+    study_check = Item(name="study", status="ok", found=f"{name}: device {study.config.device}")
     workers_check = _workers_check(profile, study)
     shares = list(_share_checks(profile, study))
     if profile.get("executor") == "slurm":
@@ -47,24 +47,24 @@ def profile_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition,
     return [study_check, workers_check, *shares, *_machine_checks(profile, study)]
 
 
-def _workers_check(profile: Mapping[str, Any], study: Study) -> Check:
+def _workers_check(profile: Mapping[str, Any], study: Study) -> Item:
     """Return the check that a training run has one device per worker; a device without a worker would be idle."""
     train = profile.get("set-resources", {}).get("train", {})
     training = study.config.training
     if training is None:
-        return Check(name="workers", status="ok", found="no training runs")
+        return Item(name="workers", status="ok", found="no training runs")
     workers = training.num_workers
     devices = devices_of_job(train)
     if devices is None or study.config.device == "cpu":
-        return Check(name="workers", status="ok", found=f"{workers} per training run")
+        return Item(name="workers", status="ok", found=f"{workers} per training run")
     found = f"{workers} per training run, on {devices} devices"
     if workers == devices:
-        return Check(name="workers", status="ok", found=found)
+        return Item(name="workers", status="ok", found=found)
     advice = "set the profile's train_devices and the study's training.num_workers to the same number"
-    return Check(name="workers", status="problem" if workers > devices else "untested", found=found, advice=advice)
+    return Item(name="workers", status="problem" if workers > devices else "untested", found=found, advice=advice)
 
 
-def _share_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]:
+def _share_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Item]:
     """Yield the check that every engine of an evaluation has its devices, of studies whose engines have several."""
     shards = study.config.generation.tensor_parallel
     given = profile.get("set-resources", {})
@@ -75,35 +75,35 @@ def _share_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]:
     problem = next((line for line in found if line is not None), None)
     if problem is not None:
         advice = f"set evaluate_devices in the site block of the profile to {shards} or a multiple"
-        yield Check(name="evaluations", status="problem", found=problem, advice=advice)
+        yield Item(name="evaluations", status="problem", found=problem, advice=advice)
     elif shards > 1:
-        yield Check(name="evaluations", status="ok", found=f"{shards} devices per worker")
+        yield Item(name="evaluations", status="ok", found=f"{shards} devices per worker")
 
 
-def _plugin_check() -> Check:
+def _plugin_check() -> Item:
     """Return the check of the executor plugin, which cluster profiles need."""
     name = "snakemake-executor-plugin-slurm"
     check = next(check for check in version_checks() if check.name == name)
     return check if check.status != "missing" else check.model_copy(update={"status": "problem"})
 
 
-def _other_kinds_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]:
+def _other_kinds_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Item]:
     """Yield a problem for each rule on another kind of device than the study's to which the profile gives none."""
     given = profile.get("set-resources", {})
     for kind, rules in StudyPlan(study).rules_by_kind().items():
         for rule in rules if kind in VISIBLE_DEVICES else ():
             if rule not in given:
                 advice = f"give {rule} a partition with {kind} in set-resources, or run these jobs where there are some"
-                yield Check(name=rule, status="problem", found=f"the profile has no {kind} for it", advice=advice)
+                yield Item(name=rule, status="problem", found=f"the profile has no {kind} for it", advice=advice)
 
 
 def _slurm_checks(
     profile: Mapping[str, Any], study: Study, partitions: tuple[SlurmPartition, ...] | None
-) -> Iterator[Check]:
+) -> Iterator[Item]:
     """Yield a check per rule of the study with resources of its own in the profile, and one for all other jobs."""
     if not partitions:
         advice = "run this on a login node of the cluster, where sbatch works"
-        yield Check(name="Slurm", status="problem", found="no cluster here", advice=advice)
+        yield Item(name="Slurm", status="problem", found="no cluster here", advice=advice)
         return
     defaults = profile.get("default-resources", {})
     yield _job_check("other jobs", defaults, partitions)
@@ -114,19 +114,19 @@ def _slurm_checks(
         yield _job_check(rule, {**defaults, **resources}, partitions)
 
 
-def _job_check(job: str, requested: Mapping[str, Any], partitions: tuple[SlurmPartition, ...]) -> Check:
+def _job_check(job: str, requested: Mapping[str, Any], partitions: tuple[SlurmPartition, ...]) -> Item:
     name = str(requested.get("slurm_partition", ""))
     shown = ", ".join(f"{key} {requested[key]}" for key in ("slurm_partition", "gres", "runtime") if key in requested)
     nodes = [partition for partition in partitions if partition.name in name.split(",")]
     if not nodes:
         known = ", ".join(sorted({partition.name for partition in partitions}))
-        return Check(name=job, status="problem", found=f"no partition {name}", advice=f"the cluster has {known}")
+        return Item(name=job, status="problem", found=f"no partition {name}", advice=f"the cluster has {known}")
     reasons = {partition: _why_not(requested, partition) for partition in nodes}
     fitting = sum(partition.nodes for partition, reason in reasons.items() if not reason)
     if fitting >= (whole_number(requested.get("nodes")) or 1):
-        return Check(name=job, status="ok", found=shown)
+        return Item(name=job, status="ok", found=shown)
     offered = f"{fitting} nodes for the {requested['nodes']} of a job" if fitting else reasons[nodes[0]]
-    return Check(name=job, status="problem", found=shown, advice=f"partition {name} has {offered}")
+    return Item(name=job, status="problem", found=shown, advice=f"partition {name} has {offered}")
 
 
 def _why_not(requested: Mapping[str, Any], partition: SlurmPartition) -> str:
@@ -146,17 +146,17 @@ def _why_not(requested: Mapping[str, Any], partition: SlurmPartition) -> str:
     return ""
 
 
-def _machine_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]:
+def _machine_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Item]:
     """Yield checks of the device of the study and of the number of devices that jobs lease."""
     requested = study.config.device
     try:
-        yield Check(name="device", status="ok", found=resolve_device(requested).label)
+        yield Item(name="device", status="ok", found=resolve_device(requested).label)
     except DeviceError as error:
-        yield Check(name="device", status="problem", found=str(error))
+        yield Item(name="device", status="problem", found=str(error))
     for kind in (kind for kind in StudyPlan(study).rules_by_kind() if kind is not None):
         problem = device_problem(kind)
         found = resolve_device(kind).label if problem is None else problem.removeprefix("device: ")
-        yield Check(name=f"device of machines ({kind})", status="problem" if problem else "ok", found=found)
+        yield Item(name=f"device of machines ({kind})", status="problem" if problem else "ok", found=found)
     given = profile.get("set-resources", {})
     leases = {rule: whole_number(resources.get("devices")) or 0 for rule, resources in given.items()}
     if not any(leases.values()):
@@ -174,4 +174,4 @@ def _machine_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Check]
         advice = (
             "no GPU or NPU in /dev, CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES; plain `snakemake` leases none"
         )
-    yield Check(name="leases", status=enough, found=f"{len(ids)} devices of kind {kind}", advice=advice)
+    yield Item(name="leases", status=enough, found=f"{len(ids)} devices of kind {kind}", advice=advice)

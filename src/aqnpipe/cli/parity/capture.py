@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from aqnpipe.artifacts.captures import Backend, CaptureIdentity
+from aqnpipe.artifacts.parities import Backend, CaptureIdentity
 from aqnpipe.cli.diagnose.options import check_writable
-from aqnpipe.cli.given import given_options
 from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, refuse_unused, validated
+from aqnpipe.cli.terminal import given_options
 from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.errors import ConfigError

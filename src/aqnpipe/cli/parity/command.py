@@ -7,8 +7,8 @@ import typer
 
 from aqnpipe.artifacts.parities import WITHIN_ROUNDING
 from aqnpipe.cli.diagnose.options import check_writable
-from aqnpipe.cli.given import given_options
 from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, parse_side
+from aqnpipe.cli.terminal import given_options
 from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.model import Attention
 from aqnpipe.errors import ConfigError
@@ -57,7 +57,7 @@ def parity(
     """
     from aqnpipe.artifacts.files import write_json, write_text
     from aqnpipe.cli.parity.page import page_of
-    from aqnpipe.cli.parity.show import table_of
+    from aqnpipe.cli.parity.show import text_of
     from aqnpipe.cli.terminal import console_of
     from aqnpipe.parity.parity import parity_of
 
@@ -79,7 +79,7 @@ def parity(
         write_json(json, file)
     if html is not None:
         write_text(html, page_of(file))
-    typer.echo("\n".join(table_of(file)))
+    typer.echo("\n".join(text_of(file)))
     for path in (json, html):
         if path is not None:
             typer.echo(f"written: {path}", err=True)

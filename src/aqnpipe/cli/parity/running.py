@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from aqnpipe.artifacts.captures import Backend, CaptureConfig
+from aqnpipe.artifacts.parities import Backend, CaptureConfig
 from aqnpipe.cli.diagnose.loading import find_model, load
 from aqnpipe.cli.diagnose.options import usable_device
 from aqnpipe.config.base import FrozenModel, describe_validation_error

@@ -24,7 +24,7 @@ MEANINGS = (
 )
 
 
-def table_of(file: ParityFile) -> list[str]:
+def text_of(file: ParityFile) -> list[str]:
     """Return the parity as lines: verdict, operators by kind, log-probabilities, and what explains them."""
     lines = [
         f"first:  {file.first.setting}",

@@ -1,15 +1,18 @@
-"""Evaluates the checkpoints of `aqnpipe robustness`, compares them, and writes what was found."""
+"""Evaluates the checkpoints of `aqnpipe robustness`, compares them, and writes what was found in three forms."""
 
-from collections.abc import Mapping
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from aqnpipe.artifacts.checkpoints import CheckpointAccuracy, CheckpointComparison, RobustnessReport
 from aqnpipe.artifacts.evaluations import EvaluationFiles, evaluation_files
 from aqnpipe.artifacts.files import write_json
-from aqnpipe.cli.robustness.show import csv_of, markdown_of, table_of
-from aqnpipe.comparison.checkpoints import report_of
+from aqnpipe.cli.terminal import aligned
+from aqnpipe.comparison.checkpoints import POWER, report_of
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
 from aqnpipe.config.cross_references import beyond_layers
 from aqnpipe.config.dataset import Split
@@ -22,8 +25,16 @@ from aqnpipe.device import resolve_device
 from aqnpipe.errors import ConfigError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, is_evaluated
 from aqnpipe.models.loading import checked_folder
+from aqnpipe.report.numbers import in_markdown_cell, markdown_table
 
 _SPLITS: tuple[Split, Split] = ("test", "train")
+
+_TITLES = {
+    "noise": "What noise costs each checkpoint",
+    "accuracy": "Differences at the same noise",
+    "degradation": "Differences in what noise costs (above 0: the first loses less)",
+}
+_HEADINGS = ("comparison", "noise", "difference, points", "p (Holm)", "")
 
 
 def evaluate_checkpoints(
@@ -54,9 +65,9 @@ def evaluate_checkpoints(
     loaded = [_evaluated(spec, folders[name], problems, output, alpha) for name, spec in specs.items()]
     report = report_of(loaded, sources, data, first, alpha)
     write_json(output / "robustness.json", report)
-    (output / "robustness.csv").write_text(csv_of(report), encoding="utf-8")
+    (output / "robustness.csv").write_text(_csv_of(report), encoding="utf-8")
     (output / "robustness.md").write_text("\n".join(markdown_of(report)) + "\n", encoding="utf-8")
-    return table_of(report)
+    return text_of(report)
 
 
 def _refuse_missing_layers(evaluation: EvaluationConfig, folders: Mapping[str, Path]) -> None:
@@ -86,3 +97,111 @@ def _evaluated(
 
 def _input_of(files: EvaluationFiles) -> EvaluationInput:
     return EvaluationInput(**vars(files))
+
+
+def markdown_of(report: RobustnessReport) -> list[str]:
+    """Return the report as lines of Markdown: accuracies, comparisons, and what they do not say."""
+    lines = ["# Robustness to operator noise", "", f"{_setting(report)}.", ""]
+    heading, *rows = _accuracies(report)
+    lines += markdown_table(heading, _escaped(rows))
+    for title, cells in _comparisons(report):
+        lines += ["", f"## {title}", "", *markdown_table(_HEADINGS, _escaped(cells))]
+    return [*lines, "", *(f"- {note}" for note in report.notes), "", f"**{answer_of(report)}**"]
+
+
+def text_of(report: RobustnessReport) -> list[str]:
+    """Return the report as lines for the terminal."""
+    heading, *rows = _accuracies(report)
+    lines = [_setting(report), *aligned([heading, *rows])]
+    for title, cells in _comparisons(report):
+        lines += ["", title, *aligned([_HEADINGS, *cells])]
+    return [*lines, "", *report.notes, "", answer_of(report)]
+
+
+def answer_of(report: RobustnessReport) -> str:
+    """Return yes, no or not known in one sentence: whether two checkpoints differ in what the highest noise costs them.
+
+    It is about the pair with the smallest p-value, which is adjusted over all pairs. With one checkpoint it is about
+    whether the noise costs anything.
+    """
+    kind = "degradation" if len(report.checkpoints) > 1 else "noise"
+    levels = {row.noise_level for row in report.comparisons if row.kind == kind}
+    level = max((one for one in levels if one < 1), default=max(levels, default=0.0))
+    rows = [row for row in report.comparisons if (row.kind, row.noise_level) == (kind, level)]
+    row = min(rows, key=lambda one: 2.0 if one.p_holm is None else one.p_holm, default=None)
+    if row is None:
+        return "Not known: no noise was evaluated."
+    if row.difference is None or row.ci_low is None or row.ci_high is None or row.p_holm is None:
+        return f"Not known: {row.refusal}."
+    is_turned = kind == "noise" or row.difference < 0
+    amount, low, high = (
+        (-row.difference, -row.ci_high, -row.ci_low) if is_turned else (row.difference, row.ci_low, row.ci_high)
+    )
+    first, second = (row.second, row.first) if is_turned else (row.first, row.second)
+    costs = f"{_noise(level, row.noise)} noise costs {first} {100 * amount:.1f} points"
+    costs += f" less than {second}" if kind == "degradation" else ""
+    is_shown = row.p_holm < report.alpha
+    verdict = "Not known" if not is_shown else "Yes" if amount > 0 else "No"
+    sample = f"{report.accuracies[0].num_questions} questions" + (f"; {len(rows)} pairs" if len(rows) > 1 else "")
+    more = "" if is_shown else "; no number of questions decides it if the true difference is this one"
+    if not is_shown and row.questions_needed is not None:
+        chance = f"{100 * POWER:g} %, if the true difference is this one"
+        more = f"; {row.questions_needed:,} questions would decide it ({chance})"
+    interval = f"{100 * (row.interval_level or 0.0):.3g} % interval {100 * low:+.1f} to {100 * high:+.1f}"
+    return f"{verdict}: {costs} ({interval}; {sample}){more}."
+
+
+def _csv_of(report: RobustnessReport) -> str:
+    """Return one line per comparison, with all numbers as fractions."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = list(CheckpointComparison.model_fields)
+    writer.writerow(columns)
+    writer.writerows([getattr(row, name) for name in columns] for row in report.comparisons)
+    return text.getvalue()
+
+
+def _setting(report: RobustnessReport) -> str:
+    """Return what was asked, how it was graded, and where the noise was, so that a default is seen."""
+    questions = max(row.num_questions for row in report.accuracies)
+    return (
+        f"Accuracy in percent on {questions} questions of {report.data} ({report.prompt}), graded by {report.scorer}, "
+        f"in {report.dtype}; noise on {report.operators} operators"
+    )
+
+
+def _accuracies(report: RobustnessReport) -> Iterator[tuple[str, ...]]:
+    levels = sorted({row.noise_level for row in report.accuracies})
+    names = {row.noise_level: row.noise for row in report.accuracies}
+    yield ("checkpoint", *(f"{_noise(level, names[level])} noise" if level else "no noise" for level in levels))
+    for checkpoint in report.checkpoints:
+        found = {row.noise_level: row for row in report.accuracies if row.checkpoint == checkpoint.name}
+        yield checkpoint.name, *(_with_interval(found[level]) for level in levels)
+
+
+def _comparisons(report: RobustnessReport) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    for kind, title in _TITLES.items():
+        rows = [_cells(row, report.alpha) for row in report.comparisons if row.kind == kind]
+        if rows:
+            yield title, rows
+
+
+def _cells(row: CheckpointComparison, alpha: float) -> tuple[str, ...]:
+    name = f"{row.first}: noise - none" if row.kind == "noise" else f"{row.first} - {row.second}"
+    level = _noise(row.noise_level, row.noise)
+    if row.difference is None or row.ci_low is None or row.ci_high is None or row.p_holm is None:
+        return name, level, "", "", f"not compared: {row.refusal}"
+    points = f"{100 * row.difference:+.1f} ({100 * row.ci_low:+.1f} to {100 * row.ci_high:+.1f})"
+    return name, level, points, f"{row.p_holm:.2g}", "shown" if row.p_holm < alpha else "not shown"
+
+
+def _with_interval(row: CheckpointAccuracy) -> str:
+    return f"{100 * row.accuracy:.1f} ({100 * row.ci_low:.1f} to {100 * row.ci_high:.1f})"
+
+
+def _noise(level: float, name: str | None) -> str:
+    return f"{100 * level:g} %" if name is None else name
+
+
+def _escaped(rows: Iterable[Sequence[str]]) -> list[list[str]]:
+    return [list(map(in_markdown_cell, row)) for row in rows]

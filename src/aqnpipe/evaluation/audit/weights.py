@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from aqnpipe.artifacts.provenance import short_digest
 from aqnpipe.evaluation.audit.facts import audit_number
 from aqnpipe.models.adapted import find_base, has_only_adapters
 
@@ -20,7 +21,7 @@ _NAMES = ((".base_layer.", "."), (".lora_A.default.", ".lora_A."), (".lora_B.def
 def digests_in_memory(model: Any) -> dict[str, str]:
     """Return a digest of one row of every weight of a model, by its name in files."""
     own = {_name_in_files(name): tensor for name, tensor in model.state_dict().items()}
-    return {name: _digest(_row(tensor.detach(), name)) for name, tensor in sorted(own.items()) if tensor.ndim}
+    return {name: tensor_digest(_row(tensor.detach(), name)) for name, tensor in sorted(own.items()) if tensor.ndim}
 
 
 def differing_weight(found: Mapping[str, str], folder: Path) -> str | None:
@@ -34,14 +35,20 @@ def differing_weight(found: Mapping[str, str], folder: Path) -> str | None:
         with safe_open(path, framework="pt") as tensors:
             for name in sorted(found.keys() & set(tensors.keys())):
                 stored = _row(tensors.get_slice(name), name)
-                if found[name] not in {_digest(stored), *(_digest(stored.to(dtype)) for dtype in _FORMATS)}:
+                if found[name] not in {tensor_digest(stored), *(tensor_digest(stored.to(dtype)) for dtype in _FORMATS)}:
                     return name
     return None
 
 
+def tensor_digest(tensor: Tensor, num_bytes: int = 4) -> str:
+    """Return a digest of the bits of a tensor."""
+    content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=num_bytes).hexdigest()
+
+
 def combined(digests: Mapping[str, str]) -> str:
     """Return one digest of all digests."""
-    return hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()
+    return short_digest(sorted(digests.items()), 16)
 
 
 def _name_in_files(name: str) -> str:
@@ -59,8 +66,3 @@ def _row(tensor: Any, name: str) -> Tensor:
     number = audit_number(name, *shape) % shape[0]
     row: Tensor = tensor[number : number + 1]
     return row
-
-
-def _digest(tensor: Tensor) -> str:
-    content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(content, digest_size=4).hexdigest()

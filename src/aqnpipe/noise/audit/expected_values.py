@@ -1,7 +1,13 @@
-"""The value that each error model gives to an element, computed a second time, and how far from it a kernel may be."""
+"""The value that each error model gives to an element, computed a second time, and how far from it a kernel may be.
+
+The function of a user's own error model is the same, for its definition is all there is. Everything else is derived
+anew: the keys, the normal numbers (in numpy) and the elements, which the function gets apart from the tensor that they
+belong to. A function that keeps a state, draws numbers of its own, or mixes elements gives other values here.
+"""
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from aqnpipe.config.measured_noise import ErrorFigures, OperatorError
 from aqnpipe.config.noise import (
@@ -11,9 +17,9 @@ from aqnpipe.config.noise import (
     SystematicBias,
     TensorError,
 )
+from aqnpipe.config.own_code import as_config_error, unchanged_function
 from aqnpipe.config.own_noise import OwnError
-from aqnpipe.noise.audit.own_values import own_values
-from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray, normals
+from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray, derived_key, normals
 
 _SIGNIFICAND_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _SMALLEST_EXPONENT = {torch.float64: -1021, torch.float32: -125, torch.float16: -13, torch.bfloat16: -125}
@@ -66,7 +72,7 @@ def expected_values(
             # torch rounds the scale to the number format of the tensor before it adds.
             slack = spacing(np.full(clean.shape, scale), dtype)
         case OwnError():
-            expected, slack = own_values(clean, error, dtype, draws, elements)
+            expected, slack = _own_values(clean, error, dtype, draws, elements)
             slack += _ARITHMETIC * (np.abs(clean) + np.abs(expected))
         case MantissaTruncation(mantissa_bits=bits):
             exponent = np.maximum(np.frexp(clean)[1], _SMALLEST_EXPONENT[dtype])
@@ -110,3 +116,50 @@ def spacing(values: FloatArray, dtype: torch.dtype) -> FloatArray:
     exponent = np.where(values == 0, _SMALLEST_EXPONENT[dtype], np.frexp(values)[1])
     exponent = np.maximum(exponent, _SMALLEST_EXPONENT[dtype])
     return np.asarray(np.ldexp(1.0, exponent - _SIGNIFICAND_BITS[dtype]))
+
+
+def _own_values(
+    clean: FloatArray, error: OwnError, dtype: torch.dtype, draws: Draws, elements: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """Return what the function of `error` makes of `clean`, and how far the kernels' normals may move each result.
+
+    The kernels' numbers differ slightly from those in numpy. The second array is the sum over draws of the largest
+    change of the result when a number is moved by that difference, so it also covers a step at exactly this number.
+    Raises ConfigError if the function raises here.
+    """
+    drawn = [normals(elements, _of_draw(draws, number)) for number in range(error.draws)]
+    numbers = np.stack([z for z, _ in drawn]) if drawn else np.zeros((0, *clean.shape))
+    values = torch.from_numpy(clean).to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+    def of(changed: FloatArray) -> FloatArray:
+        return _called(error, values, torch.from_numpy(changed).to(values.dtype, copy=True))
+
+    expected, slack = of(numbers), np.zeros(clean.shape)
+    for number, (_, difference) in enumerate(drawn):
+        moved = []
+        for sign in (-1, 1):
+            shifted = numbers.copy()
+            shifted[number] += sign * difference
+            moved.append(np.abs(of(shifted) - expected))
+        slack += np.maximum(*moved)
+    # Numbers of the function's own would count as what moving the normals changes. NaN contradicts any value.
+    return np.where(of(numbers) == expected, expected, np.nan), slack
+
+
+def _of_draw(draws: Draws, number: int) -> Draws:
+    """Return the random numbers of draw `number`: the first has the key itself, others have keys derived from it."""
+    if number == 0:
+        return draws
+    keys, places = np.unique(draws.key, return_inverse=True)
+    derived = np.array([derived_key(int(key), "own draw", number) for key in keys], np.uint64)
+    return draws._replace(key=derived[places].reshape(draws.key.shape))
+
+
+def _called(error: OwnError, values: Tensor, drawn: Tensor) -> FloatArray:
+    call = unchanged_function(error.function, error.source_sha256 or "")
+    with torch.no_grad(), as_config_error(error.function, f"for {values.numel()} values by themselves"):
+        found = call(values.clone(), drawn, **error.settings)
+    # Whatever is no tensor of these elements has none of the values that were used.
+    if not isinstance(found, Tensor) or (found.shape, found.device) != (values.shape, values.device):
+        return np.full(tuple(values.shape), np.nan)
+    return np.asarray(found.detach().double().numpy())

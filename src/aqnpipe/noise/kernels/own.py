@@ -7,7 +7,7 @@ if it breaks the contract (`config.own_noise.ErrorFunction`).
 import torch
 from torch import Tensor
 
-from aqnpipe.config.own_functions import as_config_error, unchanged_function
+from aqnpipe.config.own_code import as_config_error, unchanged_function
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_

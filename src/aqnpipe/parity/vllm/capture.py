@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from aqnpipe.artifacts.captures import CaptureConfig
+from aqnpipe.artifacts.parities import CaptureConfig
 from aqnpipe.artifacts.provenance import versions
 from aqnpipe.config.model import read_model_config
 from aqnpipe.device import DeviceKind

@@ -8,6 +8,7 @@ several tensor-parallel workers is recorded whole, by all of them (`shares`).
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from aqnpipe.errors import ModelError
 from aqnpipe.generation.vllm.linears import Linear
 from aqnpipe.generation.vllm.modules import EngineLayer, EngineModel
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.parity.expected import AttentionFacts
+from aqnpipe.parity import algorithms
+from aqnpipe.parity.algorithms import Candidates
+from aqnpipe.parity.expected import AttentionFacts, Expected
 from aqnpipe.parity.forms import (
     ActivationForm,
+    Inputs,
     NormForm,
     Operator,
     RotaryForm,
@@ -29,9 +33,31 @@ from aqnpipe.parity.forms import (
 from aqnpipe.parity.mapping import RESIDUALS
 from aqnpipe.parity.recorder import Recorder
 from aqnpipe.parity.sample import Call
-from aqnpipe.parity.vllm.forms import FusedNormForm
 from aqnpipe.parity.vllm.shares import embedding_form, linear_form, own_share, whole
 from aqnpipe.parity.vllm.tokens import GivenTokens, Place
+
+_UNROUNDED = "of the sum before its rounding"
+
+
+@dataclass(frozen=True)
+class _FusedNormForm:
+    """A norm of a sum that it computes itself. Inputs are the rounded sum and the two addends, if there were two."""
+
+    norm: NormForm
+
+    def expected(self, inputs: Inputs, positions: Tensor, channels: Tensor, dtype: torch.dtype) -> Expected:
+        """See `Form`: the norm of the rounded sum, so that engines which do not fuse expect the same."""
+        return self.norm.expected(inputs[:1], positions, channels, dtype)
+
+    def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
+        """See `Form`."""
+        found = dict(self.norm.candidates(inputs[:1], positions, dtype))
+        if len(inputs) == 1 or self.norm.subtracts_mean:
+            return found
+        total = inputs[1].cpu().float() + inputs[2].cpu().float()
+        unrounded = algorithms.rms_norms(total, self.norm.gain, self.norm.epsilon, dtype)
+        names = (algorithms.CAST_BEFORE, algorithms.CAST_AFTER)
+        return found | {f"{name}, {_UNROUNDED}": unrounded[name] for name in names}
 
 
 class EngineTaps:
@@ -274,7 +300,7 @@ class EngineTaps:
         self.stack.callback(handle.remove)
 
 
-def _norm(module: Any) -> FusedNormForm:
+def _norm(module: Any) -> _FusedNormForm:
     # The names of the classes whose gain is stored minus one; the proof on random weights decides if that is right.
     adds_one = "gemma" in type(module).__name__.lower()
-    return FusedNormForm(NormForm(module.weight, None, float(module.variance_epsilon), False, adds_one))
+    return _FusedNormForm(NormForm(module.weight, None, float(module.variance_epsilon), False, adds_one))

@@ -1,19 +1,18 @@
 """Methods for vLLM's workers that record operators. Arguments and results are plain data; tensors go through files."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aqnpipe.errors import AqnpipeError
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.worker import NoiseExtension
+from aqnpipe.models.loading import stored_tensors
 from aqnpipe.parity.capture import Replay, score_rows
 from aqnpipe.parity.identity import compare_with_files
 from aqnpipe.parity.recorder import Recorder
@@ -36,7 +35,7 @@ class CaptureExtension(NoiseExtension):
         """Load the weights in `folder`, and compare every value of the model with them."""
         engine, source = EngineModel(self.get_model()), Path(folder)
         with torch.no_grad():
-            engine.model.load_weights(_parameters_in(source))  # type: ignore[operator] # every vLLM model has it
+            engine.model.load_weights(stored_tensors(source))  # type: ignore[operator] # every vLLM model has it
         held = engine.weights()
         compared, stale = compare_with_files(held, source, shares_of_weights(engine), every_value=True)
         if stale or compared != len(held):
@@ -116,10 +115,3 @@ class CaptureExtension(NoiseExtension):
         kernel = type(attention.impl).__name__
         scores = [[*place, *score] for place, score in self._aqnpipe_scores.items()]
         return {"operators": facts, "scores": scores, "attention": kernel, "sha256": digest.hexdigest()}
-
-
-def _parameters_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 # not a mapping
-                yield name, stored.get_tensor(name)

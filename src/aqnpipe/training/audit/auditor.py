@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.training_facts import (
     DRAWS,
     VALIDATION_DRAWS,
@@ -36,7 +37,7 @@ from aqnpipe.models.shares import is_sharded
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit import grading
 from aqnpipe.training.audit.choices import ChoiceAudit, Decoding
-from aqnpipe.training.audit.graph import reaches_around
+from aqnpipe.training.audit.loss import reaches_around
 from aqnpipe.training.audit.measure import Errors, unobserved
 from aqnpipe.training.audit.rollouts import AuditedEngine, Questions, RolloutAudit
 from aqnpipe.training.audit.scoring import ScoringAudit
@@ -48,7 +49,7 @@ from aqnpipe.training.audit.settings import (
     trainable_problems,
 )
 from aqnpipe.training.audit.updates import Updates
-from aqnpipe.training.audit.weights import WeightAudit, adapters_are_off, weights_digests
+from aqnpipe.training.audit.weights import WeightAudit, adapters_are_off
 from aqnpipe.training.ranks import gathered, rank_and_size
 
 _ONE_AUDITED_IN = 16
@@ -423,7 +424,9 @@ class TrainingAudit(TrainerCallback):
         if not is_first:
             return
         if are_those_in_memory:
-            self._checkpoints[step] = weights_digests(folder)
+            self._checkpoints[step] = sha256_of_files(
+                {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+            )
         self._check_tokenizer(folder, step)
 
     def _check_tokenizer(self, folder: Path, step: int) -> None:

@@ -8,11 +8,15 @@ per optimiser step, the loss (Shao et al. 2024, token mean as in DAPO) is
 
 so its derivative by l is (-A r w [not clipped] + beta (1 - exp(l_ref - l))) / N. With dual clip (Ye et al. 2020), a
 negative advantage gives at most a loss of -c A w: the first term is max(min(r A, clip(r, 1 - e, 1 + e) A), c A) there.
+
+The graph of the loss is audited, too: it depends on the weights through the logits, and through nothing else. A term
+such as a penalty of the weights, or of the hidden states, does not reach the logits.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +24,9 @@ from torch import Tensor
 from aqnpipe.config.arm import ImportanceSampling
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import TrainingConfig
+
+_PASSED_ON = "_DDPSink"
+"""Node in which data parallelism passes the outputs of the network on."""
 
 
 @dataclass(frozen=True)
@@ -245,3 +252,18 @@ def _of_advantages(implied: Mapping[int, float], expected: Mapping[int, float]) 
 
 def _vector(values: Iterable[float]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64)
+
+
+def reaches_around(loss: Tensor, logits: Tensor) -> bool:
+    """Return whether autograd gets from `loss` to a weight on a path that `logits` are not on."""
+    seen: set[Any] = {logits.grad_fn, None}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or _PASSED_ON in node.name():
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False

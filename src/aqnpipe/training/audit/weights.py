@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.training_facts import INITIAL, REFERENCE
 from aqnpipe.models.adapters import adapted_modules
 from aqnpipe.models.shares import is_sharded, local, own_share
-from aqnpipe.models.stored_names import as_stored, stored_weights
+from aqnpipe.models.verification import as_stored, stored_weights
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import Element, ElementSample, Errors, unobserved
 
@@ -129,11 +128,6 @@ class WeightAudit:
             self._report(f"the checkpoint of step {step} has {compared} of {sum(trained.values())} trained values")
             problem = "incomplete"
         return not problem
-
-
-def weights_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of the weights files of a checkpoint."""
-    return {path.name: sha256_of_file(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
 def adapters_are_off(model: nn.Module) -> bool:
