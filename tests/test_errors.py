@@ -12,6 +12,11 @@ from aqnpipe.errors import first_line
         (RuntimeError("one line"), "one line"),
         (TimeoutError(), "TimeoutError"),
         (OSError(" \n "), "OSError"),
+        (
+            ValueError("Validation error for field 'x':\n    evil is no choice\n more"),
+            "Validation error for field 'x': evil is no choice",
+        ),
+        (KeyError("evil"), "KeyError: 'evil'"),
     ],
 )
 def test_the_first_line_or_the_type_of_a_silent_error(error, expected):

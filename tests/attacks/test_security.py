@@ -1,6 +1,7 @@
 """Hostile models, data and environments: nothing runs, nothing escapes its folder, messages and logs stay inert."""
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -111,6 +112,31 @@ def test_a_quantization_that_cannot_be_read_is_one_line(folder, quantization):
     edit(folder / "config.json", quantization_config=quantization)
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(folder, dtype="float32", attention="eager")
+
+
+def test_a_quantization_that_nobody_knows_is_not_left_out(folder):
+    edit(folder / "config.json", quantization_config={"quant_method": "evil"})
+    with pytest.raises(
+        ModelError, match=r"quantization_config\.quant_method is 'evil', expected one that transformers"
+    ):
+        load_model(folder, dtype="float32", attention="eager")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rms_norm_eps", math.nan), ("rms_norm_eps", math.inf), ("rms_norm_eps", -1e-6), ("rms_norm_eps", "1e-6")]
+    + [("rope_parameters", {"rope_theta": theta, "rope_type": "default"}) for theta in (0, -1, math.nan, "x")],
+)
+def test_a_number_that_no_model_can_have_is_one_line(folder, key, value):
+    """Other numbers may be infinite, as in configurations of Mamba 2."""
+    edit(folder / "config.json", **{key: value})
+    with pytest.raises(ModelError, match=r"(rms_norm_eps|rope_theta) is .*, expected a number (from 0 to 1|above 0)"):
+        load_model(folder, dtype="float32", attention="eager")
+    edit(
+        folder / "config.json", **{key: 1e-6 if key == "rms_norm_eps" else {"rope_theta": 1e4, "rope_type": "default"}}
+    )
+    edit(folder / "config.json", time_step_limit=[0.0, math.inf])
+    load_model(folder, dtype="float32", attention="eager")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])
