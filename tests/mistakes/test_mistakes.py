@@ -61,6 +61,7 @@ class Mistake:
         (folder / "study.yaml").write_text(yaml.safe_dump(study))
         (folder / "arms.yaml").write_text(yaml.safe_dump(arms))
         for name, text in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text)
         for name, text in self.dataset.items():
             (folder / "questions").mkdir(exist_ok=True)

@@ -32,6 +32,9 @@ from aqnpipe.device import VISIBLE_DEVICES, RequestedDevice, resolve_device, vis
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DataError, DeviceError, ModelError
 from aqnpipe.runtime.device_allocation import devices_to_compute_on
 
+_REPLACED = ("README.md", "report.html", "summary.md")
+"""Files of a report that a folder may have had before."""
+
 _LONGEST_NAME = 255
 """Bytes of a file name on Linux."""
 
@@ -286,7 +289,7 @@ def _checks_of_files(study: Study, source: str) -> Iterator[tuple[str, Callable[
 
 
 def _folder_problems(folder: Path) -> Iterator[str]:
-    """Yield why a folder is none and cannot be made."""
+    """Yield why a folder is none and cannot be made, or has files of the user that a report would replace."""
     longest = max(len(os.fsencode(part)) for part in folder.parts)
     if longest > _LONGEST_NAME:
         yield f"a folder name has {longest} bytes, expected at most {_LONGEST_NAME}"
@@ -294,6 +297,10 @@ def _folder_problems(folder: Path) -> Iterator[str]:
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
         yield f"{existing} is no folder, expected a folder or a new path"
+    # Studies write records there, from their first job on.
+    elif not (folder / "jobs").exists():
+        for path in (folder / name for name in _REPLACED if (folder / name).is_file()):
+            yield f"{path} is of no study and would be replaced, expected another folder"
 
 
 def _dataset_problems(study: Study, source: str) -> Iterator[str]:
