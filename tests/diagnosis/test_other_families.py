@@ -37,23 +37,18 @@ def test_arguments_without_names_are_kept_by_their_names():
     assert captured[0].hidden.shape == (1, 6, 32)
 
 
+ALL_TESTED = ("mixtral", "gpt_neox", "phi", "starcoder2", "stablelm", "cohere", "gemma3_text", "olmo2", "phi3")
+
+
 @pytest.mark.parametrize(
     ("family", "untested"),
     [
         ("qwen2_moe", set()),
         ("deepseek_v3", set()),
-        ("mixtral", set()),
-        ("gpt_neox", set()),
         ("gpt2", {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
-        ("phi", set()),
-        ("starcoder2", set()),
-        ("stablelm", set()),
-        ("cohere", set()),
-        ("gemma3_text", set()),
-        ("olmo2", set()),
-        ("phi3", set()),
         ("diffllama", None),
         ("afmoe", None),
+        *(pytest.param(family, set(), marks=pytest.mark.slow) for family in ALL_TESTED),
     ],
 )
 def test_healthy_families_are_healthy_and_name_what_no_probe_fits(family, untested):

@@ -47,7 +47,13 @@ def patched(owner, name, value):
         setattr(owner, name, own)
 
 
-@pytest.mark.parametrize(("family", "dtype", "attention"), formats_of(FAMILIES, turn=0))
+@pytest.mark.parametrize(
+    ("family", "dtype", "attention"),
+    [
+        pytest.param(*case, marks=[] if case[1] == torch.bfloat16 else [pytest.mark.slow])
+        for case in formats_of(FAMILIES, turn=0)
+    ],
+)
 def test_healthy_models_give_every_answer(family, dtype, attention):
     checks, untested = probed(model_of(family, dtype, attention))
     assert not [check for check in checks if check.mismatch]

@@ -82,7 +82,7 @@ def test_several_faults_on_modules_with_noise_are_as_expected(model):
     assert found(model, *faults, sigma=0.1) == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DTYPES[1:])])
 @pytest.mark.parametrize("first", ["noise", "bias", "saturation"])
 @pytest.mark.parametrize("last", ["saturation", "dead_zone", "noise"])
 def test_of_several_faults_at_one_site_each_is_proven(make_model, monkeypatch, first, last, dtype):

@@ -278,7 +278,9 @@ def refused(run, tmp_path, cause, **settings):
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".json", ".parquet")]
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (number % 2)) for number, name in enumerate(CASES)]
+)
 def test_an_accident_is_refused(run, tmp_path, monkeypatch, name):
     *target, value, cause = CASES[name]
     install(monkeypatch, target[0] if target else None, value)
