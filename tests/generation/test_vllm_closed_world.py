@@ -111,7 +111,7 @@ def test_an_honest_pass_is_audited_in_both_kinds_of_forwards(engine, operators):
         assert record.classified > 200
         # At least 64 of each of 5 outputs of a layer (qkv_proj and gate_up_proj are one each), in two whole forwards.
         assert record.recomputed_numbers > 2 * 6 * 5 * 64
-        assert record.audit.largest_deviation <= 1
+        assert record.largest_deviation <= 1
         assert record.contradictions == {}
 
 
