@@ -109,7 +109,11 @@ def open_server(results: Path, address: int | Path, scorer: str | None, language
     from aqnpipe.report.responses import ResponsePages, Responses
     from aqnpipe.report.words import load_words
 
-    if not results.is_dir():
+    try:
+        is_folder = results.is_dir()
+    except OSError as error:
+        raise ConfigError(f"{results}: cannot be read ({error.strerror})") from error
+    if not is_folder:
         raise ConfigError(f"{results}: no such folder, expected the results folder of a study")
     responses = Responses(results)
     chosen = scorer or responses.primary_scorer
