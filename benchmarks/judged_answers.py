@@ -1,8 +1,10 @@
 """Packs the graded answers of a study that added seeds into one small file, and judges its looks from that file again.
 
 `pack RESULTS FOLDER` writes the answers (answers.parquet: run, question, noise, and right or wrong by each scorer), the
-design and the looks of a finished study. `judge STUDY FOLDER` takes every look again from the answers alone and prints
-each claim beside the recorded one; it ends with exit code 1 where a number differs.
+design and the looks of a study, and adds to answers that are there. `judge STUDY FOLDER` takes every look again from
+the answers alone and prints each claim; it ends with exit code 1 where a number is not the recorded one. `look STUDY
+FOLDER` takes the look that comes next, once the answers of all its runs are there: they may be made one by one, also on
+several machines.
 """
 
 import argparse
@@ -15,12 +17,13 @@ import numpy as np
 import polars as pl
 import smallest
 
-from aqnpipe.artifacts.comparisons import ClaimAtLook, LookFile
+from aqnpipe.artifacts.comparisons import ClaimAtLook, LookDesign, LookFile
 from aqnpipe.artifacts.evaluations import evaluation_files
-from aqnpipe.artifacts.files import read_json
+from aqnpipe.artifacts.files import read_json, write_json
+from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.comparison.contrasts import Checkpoint
-from aqnpipe.comparison.evaluations import EvaluationInput, LevelScores, LoadedEvaluation
-from aqnpipe.comparison.look_states import planned_looks, seeds_after
+from aqnpipe.comparison.evaluations import PASS_KEYS, EvaluationInput, LevelScores, LoadedEvaluation
+from aqnpipe.comparison.look_states import next_look, planned_looks, seeds_after
 from aqnpipe.comparison.looks import claims_at
 from aqnpipe.config.study import Study, load_study_file
 from aqnpipe.data.scoring import SCORERS
@@ -38,7 +41,9 @@ def pack(results: Path, folder: Path) -> None:
     if not tables:
         sys.exit(f"{results}/eval: no evaluation, expected the results of a finished study")
     folder.mkdir(parents=True, exist_ok=True)
-    pl.concat([_answers(path) for path in tables], how="diagonal").write_parquet(
+    before = [pl.read_parquet(folder / ANSWERS)] if (folder / ANSWERS).exists() else []
+    answers = pl.concat([*before, *(_answers(path) for path in tables)], how="diagonal")
+    answers.unique([*RUN, *PASS_KEYS, "sample"], keep="first", maintain_order=True).write_parquet(
         folder / ANSWERS, compression="zstd", compression_level=22, statistics=False
     )
     for path in sorted((results / "looks").glob("*.json")):
@@ -117,6 +122,30 @@ def judged(study: Study, recorded: Sequence[LookFile], answers: pl.DataFrame) ->
     return found
 
 
+def next_look_of(study: Study, folder: Path) -> LookFile:
+    """Return the look that follows the recorded ones; SystemExit where answers are missing or no look follows."""
+    earlier = looks_of(folder)
+    number = next_look(study, earlier)
+    if number is None:
+        sys.exit(f"{folder}: all claims have ended, or every seed was used")
+    design, seeds = read_json(folder / "design.json", LookDesign), seeds_after(study, earlier)
+    evaluations = evaluations_of(study, pl.read_parquet(folder / ANSWERS))
+    known = {(arm, seed) for _, arm, seed, _ in evaluations}
+    missing = [f"{arm} seed {seed}" for arm, n in seeds.items() for seed in range(n) if (arm, seed) not in known]
+    if missing:
+        sys.exit(f"{folder / ANSWERS}: look {number} needs {len(missing)} more runs: {', '.join(missing)}")
+    there = {key: one for key, one in evaluations.items() if key[2] < seeds.get(key[1], 1)}
+    looks = planned_looks(design)
+    return LookFile(
+        look=number,
+        seeds=looks.seeds_at(number),
+        seeds_per_arm=seeds,
+        design=design,
+        previous_sha256=sha256_of_file(folder / f"look{number - 1}.json") if earlier else None,
+        claims=claims_at(study, design, earlier, there, looks, number),
+    )
+
+
 def differences(recorded: ClaimAtLook, found: ClaimAtLook) -> list[str]:
     """Return the fields in which a claim that was judged again differs from the record, beyond rounding."""
     ours, theirs = recorded.model_dump(), found.model_dump()
@@ -156,12 +185,15 @@ def judge(path: Path, folder: Path) -> list[str]:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("pack", "judge"))
-    parser.add_argument("source", type=Path, help="the results folder (pack) or the study file (judge)")
+    parser.add_argument("action", choices=("pack", "judge", "look"))
+    parser.add_argument("source", type=Path, help="the results folder (pack) or the study file")
     parser.add_argument("folder", type=Path, help="the folder of the packed answers and looks")
     arguments = smallest.parse(parser)
     if arguments.action == "pack":
         pack(arguments.source, arguments.folder)
+    elif arguments.action == "look":
+        found = next_look_of(load_study_file(arguments.source), arguments.folder)
+        write_json(arguments.folder / f"look{found.look}.json", found)
     elif others := judge(arguments.source, arguments.folder):
         sys.exit("\n".join(others))
 
