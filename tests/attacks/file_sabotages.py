@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ def _other_receipts(study: MicroStudy) -> None:
 def _polished_receipt(study: MicroStudy) -> None:
     path = study.run_folder("guided", 0) / "receipt.json"
     receipt = read_json(path, Receipt)
-    cells = tuple(cell.model_copy(update={"measured": cell.requested}) for cell in receipt.cells)
+    as_requested = ((cell, cell.ratios.count * cell.requested**2) for cell in receipt.cells)
+    cells = tuple(replace(cell, ratios=replace(cell.ratios, squares=squares)) for cell, squares in as_requested)
     write_json(path, receipt.model_copy(update={"cells": cells}))
 
 
