@@ -1,5 +1,6 @@
 """A recorder that was saved and restored goes on to the same receipt, to the last bit."""
 
+import json
 import math
 
 import torch
@@ -63,3 +64,16 @@ def test_infinite_errors_survive():
     restored.restore(RecorderState.from_json(saved.state().to_json()))
     record = restored.receipt().phases[0]
     assert record.reference.largest_difference == record.largest_deviation == math.inf
+
+
+def test_sets_are_written_in_order():
+    """The order of a set of texts is another one in every process, and a run has the same bytes in all of them."""
+    recorder = new_recorder()
+    for number in range(100):
+        recorder.count_module("rollout", f"layer{number:02}")
+        recorder.note_whole_audit("rollout", f"kind{number:02}")
+        recorder.note_gradient("rollout", 99 - number, needed=True)
+    record = json.loads(recorder.receipt().model_dump_json())["phases"][0]
+    assert record["modules"] == [f"layer{number:02}" for number in range(100)]
+    assert record["audited_whole"] == [f"kind{number:02}" for number in range(100)]
+    assert record["gradients"] == list(range(100))

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 from torch import Tensor
 
 from aqnpipe.config.noise import AppliedError, ErrorKind, Phase, Quantity, requested_size
@@ -47,6 +47,9 @@ _VISIBLE_ROUNDING = 0.01
 """Share of the requested size from which on a receipt states the rounding of the number format."""
 
 _Sums = TypeVar("_Sums")
+_Member = TypeVar("_Member")
+_Sorted = Annotated[set[_Member], PlainSerializer(sorted)]
+"""A set that is written in order: the order of its own is another one in every process."""
 
 
 def merged(parts: Sequence[_Sums]) -> _Sums:
@@ -319,7 +322,7 @@ class PhaseRecord:
     forwards: int = 0
     noised_calls: int = 0
     audited_passes: dict[str, int] = field(default_factory=dict)
-    audited_whole: set[str] = field(default_factory=set)
+    audited_whole: _Sorted[str] = field(default_factory=set)
     classified: int = 0
     recomputed_numbers: int = 0
     largest_deviation: float = 0.0
@@ -328,8 +331,8 @@ class PhaseRecord:
     escaped: dict[str, int] = field(default_factory=dict)
     flops: int | None = None
     noised_flops: int = 0
-    gradients: set[int] | None = None
-    modules: set[str] = field(default_factory=set)
+    gradients: _Sorted[int] | None = None
+    modules: _Sorted[str] = field(default_factory=set)
     norms_checked: int = 0
     norms_noised: int = 0
 
