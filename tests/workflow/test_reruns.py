@@ -174,7 +174,7 @@ def test_the_package_in_another_place_repeats_nothing_and_an_edited_one_what_dep
     module = source / "aqnpipe" / "statistics" / "paired.py"
     module.write_text(module.read_text() + "\n# edited\n")
     assert copy_of.planned_cold(source) == REPORTED
-    lock = source / "aqnpipe" / "runtime" / "run_lock.py"
+    lock = source / "aqnpipe" / "runtime" / "file_lock.py"
     lock.write_text(lock.read_text() + "\n# edited\n")
     shutil.copy(ROOT / "src" / "aqnpipe" / "statistics" / "paired.py", module)
     assert copy_of.planned_cold(source) == {}

@@ -35,6 +35,9 @@ from aqnpipe.runtime.device_allocation import devices_to_compute_on
 _REPLACED = ("README.md", "report.html", "summary.md")
 """Files of a report that a folder may have had before."""
 
+_OF_STUDIES = ("eval", "jobs", "runs", "srdd")
+"""Folders that results with a report have, also those without records."""
+
 _LONGEST_NAME = 255
 """Bytes of a file name on Linux."""
 
@@ -297,8 +300,7 @@ def _folder_problems(folder: Path) -> Iterator[str]:
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
         yield f"{existing} is no folder, expected a folder or a new path"
-    # Studies write records there, from their first job on.
-    elif not (folder / "jobs").exists():
+    elif not any((folder / name).exists() for name in _OF_STUDIES):
         for path in (folder / name for name in _REPLACED if (folder / name).is_file()):
             yield f"{path} is of no study and would be replaced, expected another folder"
 
