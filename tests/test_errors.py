@@ -16,7 +16,6 @@ from aqnpipe.errors import first_line
             ValueError("Validation error for field 'x':\n    evil is no choice\n more"),
             "Validation error for field 'x': evil is no choice",
         ),
-        (KeyError("evil"), "KeyError: 'evil'"),
     ],
 )
 def test_the_first_line_or_the_type_of_a_silent_error(error, expected):

@@ -113,9 +113,7 @@ class DeviceError(AqnpipeError):
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error message, with the next one if it announces that.
 
-    The error's type if the message is empty, and before a missing key, which is the whole message of a KeyError.
+    The error's type if the message is empty.
     """
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    if isinstance(error, KeyError):
-        return f"{type(error).__name__}: {lines[0]}"
     return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
