@@ -10,7 +10,7 @@ several machines.
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +42,13 @@ def pack(results: Path, folder: Path) -> None:
         sys.exit(f"{results}/eval: no evaluation, expected the results of a finished study")
     folder.mkdir(parents=True, exist_ok=True)
     before = [pl.read_parquet(folder / ANSWERS)] if (folder / ANSWERS).exists() else []
-    answers = pl.concat([*before, *(_answers(path) for path in tables)], how="diagonal")
-    answers.unique([*RUN, *PASS_KEYS, "sample"], keep="first", maintain_order=True).write_parquet(
-        folder / ANSWERS, compression="zstd", compression_level=22, statistics=False
-    )
+    answers = pl.concat([*before, *(_answers(path) for path in tables)], how="diagonal").unique(maintain_order=True)
+    others = answers.filter(pl.struct(*RUN, *PASS_KEYS, "sample").is_duplicated())
+    if not others.is_empty():
+        sys.exit(f"{folder / ANSWERS}: has other answers of {others['arm'][0]} seed {others['seed'][0]} than {results}")
+    if answers["sample"].max():
+        sys.exit(f"{results}: several samples per question, expected one: looks are judged from one answer each")
+    answers.write_parquet(folder / ANSWERS, compression="zstd", compression_level=22, statistics=False)
     for path in sorted((results / "looks").glob("*.json")):
         shutil.copy(path, folder)
 
@@ -113,13 +116,15 @@ def looks_of(folder: Path) -> list[LookFile]:
 def judged(study: Study, recorded: Sequence[LookFile], answers: pl.DataFrame) -> list[tuple[ClaimAtLook, ...]]:
     """Return the claims of every look, taken again from the answers that its runs had given."""
     evaluations = evaluations_of(study, answers)
-    found = []
-    for number, look in enumerate(recorded, start=1):
-        before = recorded[: number - 1]
-        seeds = seeds_after(study, before)
-        there = {key: one for key, one in evaluations.items() if key[2] < seeds.get(key[1], 1)}
-        found.append(claims_at(study, look.design, before, there, planned_looks(look.design), number))
-    return found
+    return [_claims(study, look.design, recorded[:number], evaluations) for number, look in enumerate(recorded)]
+
+
+def _claims(
+    study: Study, design: LookDesign, earlier: Sequence[LookFile], evaluations: Mapping[Checkpoint, LoadedEvaluation]
+) -> tuple[ClaimAtLook, ...]:
+    seeds = seeds_after(study, earlier)
+    there = {key: one for key, one in evaluations.items() if key[2] < seeds.get(key[1], 1)}
+    return claims_at(study, design, earlier, there, planned_looks(design), len(earlier) + 1)
 
 
 def next_look_of(study: Study, folder: Path) -> LookFile:
@@ -134,15 +139,13 @@ def next_look_of(study: Study, folder: Path) -> LookFile:
     missing = [f"{arm} seed {seed}" for arm, n in seeds.items() for seed in range(n) if (arm, seed) not in known]
     if missing:
         sys.exit(f"{folder / ANSWERS}: look {number} needs {len(missing)} more runs: {', '.join(missing)}")
-    there = {key: one for key, one in evaluations.items() if key[2] < seeds.get(key[1], 1)}
-    looks = planned_looks(design)
     return LookFile(
         look=number,
-        seeds=looks.seeds_at(number),
+        seeds=planned_looks(design).seeds_at(number),
         seeds_per_arm=seeds,
         design=design,
         previous_sha256=sha256_of_file(folder / f"look{number - 1}.json") if earlier else None,
-        claims=claims_at(study, design, earlier, there, looks, number),
+        claims=_claims(study, design, earlier, evaluations),
     )
 
 

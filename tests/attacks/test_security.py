@@ -122,10 +122,15 @@ def test_a_quantization_that_nobody_knows_is_not_left_out(folder):
         load_model(folder, dtype="float32", attention="eager")
 
 
+THETAS = (0, -1, math.nan, math.inf, 10**400, "x")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rms_norm_eps", math.nan), ("rms_norm_eps", math.inf), ("rms_norm_eps", -1e-6), ("rms_norm_eps", "1e-6")]
-    + [("rope_parameters", {"rope_theta": theta, "rope_type": "default"}) for theta in (0, -1, math.nan, "x")],
+    [
+        *(("rms_norm_eps", epsilon) for epsilon in (math.nan, math.inf, -1e-6, "1e-6")),
+        *(("rope_parameters", {"rope_theta": theta, "rope_type": "default"}) for theta in THETAS),
+    ],
 )
 def test_a_number_that_no_model_can_have_is_one_line(folder, key, value):
     """Other numbers may be infinite, as in configurations of Mamba 2."""

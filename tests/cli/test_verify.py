@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from aqnpipe.artifacts.durable_files import digests_of
-from aqnpipe.artifacts.files import write_json
+from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.retention import REMOVED_WEIGHTS_FILE, RemovedWeights
 from aqnpipe.artifacts.runs import RunRecord
@@ -120,6 +120,20 @@ def test_a_record_that_names_a_file_elsewhere_is_none_and_the_file_stays(results
     precious.write_text("precious")
     write_record(results, "eval/table.parquet", outputs={"eval/table.parquet": "0", name: "0"})
     line = f"jobs/eval/table.parquet.json: no valid record of a job: it names {name}, which is not in the results"
+    assert run(results, "--repair")[1][0] == line
+    assert precious.read_text() == "precious"
+    precious.unlink()
+
+
+@pytest.mark.parametrize("name", ["../../../../../precious", "/tmp/precious-of-a-run"])
+def test_a_run_that_names_a_file_elsewhere_is_none_and_the_file_stays(results, name):
+    run_json = "runs/base/E5/seed0/run.json"
+    precious = (results / run_json).parent / name
+    precious.write_text("precious")
+    record = read_json(results / run_json, RunRecord)
+    write_json(results / run_json, record.model_copy(update={"outputs_sha256": record.outputs_sha256 | {name: "0"}}))
+    write_record(results, run_json)
+    line = f"{run_json}: no valid record of a run: it names {name}, which is not in the run"
     assert run(results, "--repair")[1][0] == line
     assert precious.read_text() == "precious"
     precious.unlink()

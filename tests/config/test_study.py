@@ -275,6 +275,16 @@ def test_results_behind_a_link_are_not_among_files_of_the_system(config, tmp_pat
     load_study(config | {"results_dir": "disk/x", "arms_file": str(ROOT / "config" / "arms.yaml")})
 
 
+def test_a_working_directory_in_a_folder_of_the_system_may_have_results(config, tmp_path, monkeypatch):
+    """As /usr/src/app in many containers."""
+    monkeypatch.setattr("aqnpipe.config.study._SYSTEM_FOLDERS", frozenset((tmp_path.resolve().parts[1],)))
+    monkeypatch.chdir(tmp_path)
+    own = config | {"arms_file": str(ROOT / "config" / "arms.yaml")}
+    assert load_study(own | {"results_dir": "results"}).config.results_dir == "results"
+    with pytest.raises(ConfigError, match="a folder of the system"):
+        load_study(own | {"results_dir": str(tmp_path.parent / "elsewhere")})
+
+
 PUBLISHED_STUDIES = [path for path in STUDY_FILES if "weight_decay" in path.read_text()]
 
 

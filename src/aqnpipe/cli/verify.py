@@ -1,6 +1,6 @@
 """`aqnpipe verify`: compare every file of a study's results with the record of what was written."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -77,13 +77,18 @@ def _records(paths: Sequence[Path], results: Path) -> tuple[dict[Path, "JobRecor
             continue
         # It is named after an output of its job.
         own = str(path.relative_to(results / "jobs")).removesuffix(".json")
-        outside = [name for name in record.outputs if Path(name).is_absolute() or ".." in Path(name).parts]
+        outside = _outside(record.outputs)
         if outside or own not in record.outputs:
             what = f"names {outside[0]}, which is not in the results" if outside else f"does not name {own}"
             damages.append(Damage(path, f"no valid record of a job: it {what}", path))
         else:
             records[path] = record
     return records, damages
+
+
+def _outside(names: Iterable[str]) -> list[str]:
+    """Return the names that are of no file below a folder: a record that names them may not have anything removed."""
+    return [name for name in names if not name or Path(name).is_absolute() or ".." in Path(name).parts]
 
 
 def _damages_of_files(records: Mapping[Path, "JobRecord"], results: Path) -> Iterator[Damage]:
@@ -98,7 +103,7 @@ def _damages_of_files(records: Mapping[Path, "JobRecord"], results: Path) -> Ite
         for name, digest in record.inputs.items():
             if name in outputs and outputs[name][0] != digest:
                 yield Damage(results / first, f"made from another {name} than the one that is there", path)
-            elif name not in outputs and Path(name).parts[0] in RESULT_FOLDERS:
+            elif name not in outputs and not _outside([name]) and Path(name).parts[0] in RESULT_FOLDERS:
                 # Jobs read it, so a job wrote it.
                 yield Damage(results / name, "the record of the job that wrote it is gone", results / name)
 
@@ -119,12 +124,16 @@ def _damages_of_runs(records: Mapping[Path, "JobRecord"], results: Path) -> Iter
     for run, path in runs:
         try:
             written = read_json(run, RunRecord).outputs_sha256
+            folders = {(run.parent / name).parent for name in written}
+            gone = {folder / name for folder in folders if (one := read_removed(folder)) for name in one.files_sha256}
         except DataError:
             yield Damage(run, "no valid record of a run", path)
             continue
+        if outside := _outside(written):
+            yield Damage(run, f"no valid record of a run: it names {outside[0]}, which is not in the run", path)
+            continue
         for below, digest in ((run.parent / name, digest) for name, digest in written.items()):
-            removed = read_removed(below.parent)
-            if str(below) not in of_jobs and (removed is None or below.name not in removed.files_sha256):
+            if str(below) not in of_jobs and below not in gone:
                 yield from _damage(below, digest, path)
 
 

@@ -139,7 +139,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     server: ViewServer
     # Of an idle connection, which keeps a thread.
-    timeout = 10
+    timeout = 60
     pages: Any
     report: Path
     server_version, sys_version = "aqnpipe", ""

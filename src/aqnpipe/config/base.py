@@ -37,9 +37,12 @@ Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN, max_length=128), A
 """A name that is used as a folder name and as a wildcard of the workflow."""
 
 
+_OF_A_SHELL = re.compile(r"/dev/(stdin|fd/\d+)|/proc/(self|\d+)/fd/\d+")
+
+
 def is_pipe_or_device(path: Path) -> bool:
     """Return whether reading `path` may never end: a pipe, socket or device, but not what a shell gives a command."""
-    if str(path).startswith(("/dev/fd/", "/dev/std", "/proc/")):
+    if _OF_A_SHELL.fullmatch(str(path)):
         return False
     try:
         mode = os.stat(path).st_mode
