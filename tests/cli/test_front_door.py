@@ -354,3 +354,17 @@ def test_every_worker_of_a_training_run_needs_a_device(monkeypatch, device, work
     assert (problem is None) if said is None else (problem is not None and said in problem)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     assert not here or workers_problem(device, workers, given, here=here) is None
+
+
+def test_results_go_beside_files_of_a_user_but_not_over_them(tmp_path):
+    folder = tmp_path / "proj"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    study = [ROOT / "config" / "smoke.yaml"]
+    open_study(study, {"results_dir": str(folder)})
+    (folder / "README.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"README\.md is of no study and would be replaced"):
+        open_study(study, {"results_dir": str(folder)})
+    # Results whose records were removed, or that were made without any.
+    (folder / "runs").mkdir()
+    open_study(study, {"results_dir": str(folder)})
