@@ -23,7 +23,7 @@ import polars as pl
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from aqnpipe.config.base import describe_validation_error, is_pipe_or_device
+from aqnpipe.config.base import describe_validation_error, refuse_pipe_or_device
 from aqnpipe.errors import DataError, first_line
 
 _JSON_END = "\n}"
@@ -190,8 +190,7 @@ def with_checksum(content: bytes) -> bytes:
 
 def _read_verified(path: Path) -> bytes:
     """Return the bytes of `path`; DataError if the file is missing, unreadable, or fails its checksum."""
-    if is_pipe_or_device(path):
-        raise DataError(f"{path}: found a pipe, socket or device, expected a file")
+    refuse_pipe_or_device(path, DataError)
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from aqnpipe.config.validation_messages import IDENTIFIER_PATTERN, describe_validation_error
+from aqnpipe.errors import AqnpipeError
 
 __all__ = ["FrozenModel", "Identifier", "Seed", "Threads", "TrainingSeed", "describe_validation_error"]
 
@@ -40,15 +41,16 @@ Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN, max_length=128), A
 _OF_A_SHELL = re.compile(r"/dev/(stdin|fd/\d+)|/proc/(self|\d+)/fd/\d+")
 
 
-def is_pipe_or_device(path: Path) -> bool:
-    """Return whether reading `path` may never end: a pipe, socket or device, but not what a shell gives a command."""
-    if _OF_A_SHELL.fullmatch(str(path)):
-        return False
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+def refuse_pipe_or_device(path: Path, kind: type[AqnpipeError]) -> None:
+    """Raise an error of a kind for a pipe, socket or device, whose reading may never end.
+
+    What a shell gives a command in the place of a file is read.
+    """
+    if _OF_A_SHELL.fullmatch(str(path)) or not os.path.exists(path):
+        return
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise kind(f"{path}: found a pipe, socket or device, expected a file")
 
 
 class FrozenModel(BaseModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from aqnpipe.config.base import FrozenModel, is_pipe_or_device
+from aqnpipe.config.base import FrozenModel, refuse_pipe_or_device
 from aqnpipe.errors import ModelError
 
 BuiltinModel = Literal["tiny", "tiny-large", "tiny-comparison"]
@@ -190,8 +190,7 @@ def refuse_odd_file(path: Path, most_bytes: int | None = _MOST_BYTES) -> None:
         raise ModelError(f"{path}: found a folder, expected a file")
     if path.is_symlink() and not path.exists():
         raise ModelError(f"{path}: found a link to nothing, expected a file")
-    if is_pipe_or_device(path):
-        raise ModelError(f"{path}: found a pipe, socket or device, expected a file")
+    refuse_pipe_or_device(path, ModelError)
     if most_bytes is not None and (size := path.stat().st_size) > most_bytes:
         raise ModelError(f"{path}: {size:,} bytes, expected at most {most_bytes:,}")
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from aqnpipe.config.base import describe_validation_error, is_pipe_or_device
+from aqnpipe.config.base import describe_validation_error, refuse_pipe_or_device
 from aqnpipe.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -29,8 +29,7 @@ _EXACT_INTEGERS = 2**53
 
 def read_yaml_file(path: Path) -> Any:
     """Return the content of a YAML file written by a user; ConfigError if it is missing, unreadable or malformed."""
-    if is_pipe_or_device(path):
-        raise ConfigError(f"{path}: found a pipe, socket or device, expected a file")
+    refuse_pipe_or_device(path, ConfigError)
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except FileNotFoundError as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import polars as pl
 
-from aqnpipe.config.base import is_pipe_or_device
+from aqnpipe.config.base import refuse_pipe_or_device
 from aqnpipe.config.dataset import (
     AnswerFormat,
     DatasetConfig,
@@ -120,8 +120,7 @@ def _read_file(path: Path, config: LocalDataset) -> pl.DataFrame:
         raise DataError(
             f"data set {path}: found a file {path.suffix or 'without a suffix'}, expected {', '.join(_FORMATS)}"
         )
-    if is_pipe_or_device(path):
-        raise DataError(f"{path}: found a pipe, socket or device, expected a file")
+    refuse_pipe_or_device(path, DataError)
     try:
         table = _READERS[path.suffix](path)
     except (pl.exceptions.PolarsError, OSError) as error:

@@ -20,7 +20,7 @@ from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import PRETRAINED
-from aqnpipe.config.base import is_pipe_or_device
+from aqnpipe.config.base import refuse_pipe_or_device
 from aqnpipe.config.evaluation import OWN_SCORER, Scorer, scorer_column
 from aqnpipe.config.evaluation_noise import numbered_levels
 from aqnpipe.errors import DataError, first_line
@@ -231,8 +231,7 @@ def _last_checkpoints(results: Path) -> Iterator[Checkpoint]:
             continue
         found = Checkpoint(place[1], place[2], int(place[3]), int(place[4]), path)
         key = (found.model, found.arm, found.seed)
-        if is_pipe_or_device(path):
-            raise DataError(f"{path}: found a pipe, socket or device, expected a file")
+        refuse_pipe_or_device(path, DataError)
         if key not in latest or latest[key].step < found.step:
             latest[key] = found
     yield from latest.values()
