@@ -116,6 +116,18 @@ def made_once(shared_folder: Path) -> Callable[[str, Callable[[Path], None]], Pa
     return folder
 
 
+@pytest.fixture(autouse=True)
+def imports_of_this_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget where a test's own modules were: studies of several tests have modules of one name."""
+    path, modules = sys.path.copy(), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        source = getattr(sys.modules[name], "__file__", None)
+        if source and Path(source).is_relative_to(tmp_path_factory.getbasetemp()):
+            del sys.modules[name]
+
+
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Function (source, suffix) -> name of a module of a user's own in the working directory, which is tmp_path.
@@ -123,7 +135,6 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     No other test has a module of this name: an imported module stays in the process.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", sys.path.copy())
 
     def write(source: str, suffix: str = "") -> str:
         name = f"own_{tmp_path.name}{suffix}"

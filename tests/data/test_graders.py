@@ -1,6 +1,5 @@
 """Graders of an evaluation: the scorers of this package, and a function of a user's own, with its result checked."""
 
-import sys
 
 import pytest
 from replacing import replaced
@@ -170,7 +169,6 @@ def test_a_helper_behind_another_of_its_name_is_refused(own_module, tmp_path):
 
 def test_a_module_with_the_name_of_one_without_a_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", sys.path.copy())
     (tmp_path / "sys.py").write_text(SOURCE)
     with pytest.raises(ConfigError, match=r"sys\.py is hidden by a module of Python"):
         load_function("sys:contains")

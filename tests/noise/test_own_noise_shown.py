@@ -24,7 +24,6 @@ def shown(language: str) -> list[str]:
 
 
 def test_the_page_s_arm_has_its_noise_and_its_schedule(tmp_path, monkeypatch, model):
-    monkeypatch.setattr("sys.path", sys.path.copy())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_noise.py").write_text(shown("python")[0])
     (tmp_path / "arms.yaml").write_text(shown("yaml")[0])
