@@ -103,6 +103,21 @@ def test_incomplete_folders_are_refused(local, tmp_path):
     refuse(local, output, r"config\.json: not valid JSON")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("config.json", {"hidden_act": "x"}, "cannot be created: .*x"),
+        ("config.json", {"model_type": "no-such-family"}, "cannot be created: .*no-such-family"),
+        ("config.json", {"quantization_config": {"quant_method": "x"}}, "quant_method is 'x'"),
+        ("tokenizer.json", {"model": {"type": "BPE"}}, "tokenizer of .* cannot be loaded"),
+    ],
+)
+def test_what_transformers_cannot_make_is_refused_before_anything_else_runs(local, tmp_path, name, content, line):
+    edit_json(local / name, **content)
+    refuse(local, tmp_path / "out", line)
+    assert not (tmp_path / "out").exists()
+
+
 def test_hub_model_takes_data_files_only(local, tmp_path, monkeypatch):
     import huggingface_hub
 

@@ -7,9 +7,11 @@ which examples in a prompt show, and `gold_answer`, which scorers compare with.
 """
 
 import codecs
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +131,21 @@ def _read_file(path: Path, config: LocalDataset) -> pl.DataFrame:
 
 
 def _read_jsonl(path: Path) -> pl.DataFrame:
-    """Read JSON lines, also behind the byte order mark that Windows programs write, which polars refuses."""
-    return pl.read_ndjson(path.read_bytes().removeprefix(codecs.BOM_UTF8), infer_schema_length=None)
+    """Read JSON lines, also behind the byte order mark that Windows programs write, which polars refuses.
+
+    Raises DataError for a key that stands twice in an object, of which polars takes one.
+    """
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+
+    def refuse_repeats(pairs: list[tuple[str, Any]]) -> None:
+        repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        if repeated:
+            raise DataError(f"{path}: found the key {repeated[0]} twice in an object, expected different names")
+
+    for line in content.splitlines():
+        with suppress(ValueError, RecursionError):  # polars says what is wrong with a line that is no JSON
+            json.loads(line, object_pairs_hook=refuse_repeats)
+    return pl.read_ndjson(content, infer_schema_length=None)
 
 
 def _read_csv(path: Path) -> pl.DataFrame:

@@ -52,7 +52,8 @@ def prepare_model(config: ModelConfig, output_dir: Path) -> PreparedModel:
     """Copy the model's files into `output_dir`, with a record of them; an older `output_dir` is replaced.
 
     Copies only safetensors weights, configuration and tokenizer. Raises ModelError if the source is missing, has only
-    pickle weights, or needs remote code. A failure leaves no files behind.
+    pickle weights, needs remote code, or is no model and tokenizer that transformers can make. A failure leaves no
+    files behind.
     """
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(STAGED, f".{output_dir.name}.", output_dir.parent) as staging_name:
@@ -61,11 +62,23 @@ def prepare_model(config: ModelConfig, output_dir: Path) -> PreparedModel:
         for path in _model_files(source_folder(config)):
             shutil.copyfile(path, staging / path.name)
         prepared = describe_model(staging, config.source, config.revision)
+        if source_kind(config.source) != "builtin":
+            _refuse_unusable_files(staging, config)
         write_prepared_model(staging, prepared)
         if output_dir.exists():
             output_dir.rename(Path(staging_name) / "replaced")
         staging.rename(output_dir)
     return prepared
+
+
+def _refuse_unusable_files(folder: Path, config: ModelConfig) -> None:
+    """Raise ModelError, with the model's source, if no model or tokenizer can be made from a folder's files."""
+    try:
+        _refuse_unknown_quantization(folder)
+        create_model(folder, "meta", dtype=config.dtype, attention=config.attention)
+        load_tokenizer(folder)
+    except ModelError as error:
+        raise ModelError(str(error).replace(str(folder), config.source)) from error
 
 
 def source_folder(config: ModelConfig) -> Path:
