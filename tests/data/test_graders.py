@@ -1,6 +1,5 @@
 """Graders of an evaluation: the scorers of this package, and a function of a user's own, with its result checked."""
 
-
 import pytest
 from replacing import replaced
 
