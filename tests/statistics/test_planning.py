@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.planning import USUAL, PairVariances, Split, cheapest, detectable, pilot_of
 
 VARIANCES = PairVariances(seed=2e-4, question=0.02, answer=0.1, draw=0.2)
@@ -20,6 +21,22 @@ def test_variances_of_pairs_are_those_that_were_put_in():
 
     found = pilot_of([(scores(), np.zeros((6, 4, 300))) for _ in range(80)], 4).variances
     assert [found.seed, found.question, found.answer, found.draw] == pytest.approx(true, rel=0.15)
+
+
+def test_questions_of_a_cluster_that_vary_together_count_as_their_cluster():
+    """Ten clusters of 30: a cluster's effect of variance 0.04 makes a question vary by 30 * 0.04 more."""
+    draws = np.random.default_rng(4)
+    clusters = Clusters.of([number // 30 for number in range(300)])
+
+    def scores():
+        of_clusters = draws.normal(0, 0.2, (1, 1, 10)).repeat(30, axis=2)
+        return of_clusters + draws.normal(0, 0.3, (6, 1, 300)) + draws.normal(0, 0.4, (6, 4, 300))
+
+    pairs = [(scores(), np.zeros((6, 4, 300))) for _ in range(80)]
+    found = pilot_of(pairs, 4, clusters).variances
+    assert [found.question, found.answer, found.draw] == pytest.approx([30 * 0.04, 0.09, 0.16], rel=0.15)
+    assert pilot_of(pairs, 4).variances.question < 0.1
+    assert detectable(found, (3, 300, 2), 4, 0.05, 0.8, 10) > detectable(found, (3, 300, 2), 4, 0.05, 0.8)
 
 
 def test_one_seed_has_no_variances_and_shows_no_arm_effect():

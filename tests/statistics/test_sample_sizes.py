@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from aqnpipe.statistics.crossed_effects import two_way_spread
+from aqnpipe.statistics.clusters import Clusters
+from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.planning import PairVariances, detectable
 from aqnpipe.statistics.sample_sizes import (
     MAX_SEEDS_SEARCHED,
@@ -19,11 +20,17 @@ from aqnpipe.statistics.seed_blocks import SeedBlocks
 VARIANCES = PairVariances(seed=2 * 0.02**2, question=0.01, answer=0.12)
 
 
+@pytest.mark.parametrize("clusters", [None, Clusters.of([0] * 20 + [1] * 10 + [2] * 10 + [3, 4, 5, 6] * 5)])
 @pytest.mark.parametrize("seeds", [2, 3, 5, 10])
-def test_eighty_percent_power_is_eighty_percent(seeds):
-    """Four arms of normal scores; the first is better by what a test is said to detect, and a median study prints."""
+def test_eighty_percent_power_is_eighty_percent(seeds, clusters):
+    """Four arms of normal scores; the first is better by what a test is said to detect, and a median study prints.
+
+    Questions in few clusters of unlike size do not vary together here, but the test must allow for it: of an effective
+    number of five clusters the prognosis of its variance is less exact, and a median study prints up to 15 % more.
+    """
     draws, questions, studies = np.random.default_rng(seeds), 60, 1000
-    limit = detectable(VARIANCES, (seeds, questions, 1), 4, 0.05, 0.8)
+    number = None if clusters is None else clusters.effective_number
+    limit = detectable(VARIANCES, (seeds, questions, 1), 4, 0.05, 0.8, number)
     rejected, printed = 0, []
     for _ in range(studies):
         scores = draws.normal(0, math.sqrt(VARIANCES.seed / 2), (4, seeds, 1))
@@ -31,12 +38,14 @@ def test_eighty_percent_power_is_eighty_percent(seeds):
         scores = scores + draws.normal(0, math.sqrt(VARIANCES.answer / 2), (4, seeds, questions))
         scores[0] += limit
         differences, variance = scores[0] - scores[1], SeedBlocks(scores.mean(axis=2)).of_pair(0, 1)
-        spread = two_way_spread(differences, variance)
-        rejected += 2 * spread.upper_tail(abs(float(differences.mean()))) < 0.05
-        expected = expected_spread(variance_parts(differences, variance), seeds, questions, 0.025, 0.8)
+        rejected += estimate_difference(scores[0], scores[1], variance, clusters).two_sided_p() < 0.05
+        units = differences if clusters is None else clusters.collapsed(differences)
+        parts = variance_parts(units, variance, 1.0 if clusters is None else clusters.evenness)
+        expected = expected_spread(parts, seeds, units.shape[1], 0.025, 0.8)
         printed.append(expected.minimum_detectable(0.025, 0.8))
-    assert stats.binom.ppf(0.001, studies, 0.79) <= rejected <= stats.binom.ppf(0.999, studies, 0.81)
-    assert np.median(printed) == pytest.approx(limit, rel=0.06)
+    lowest, off = (0.79, 0.06) if clusters is None else (0.77, 0.15)
+    assert stats.binom.ppf(0.001, studies, lowest) <= rejected <= stats.binom.ppf(0.999, studies, 0.81)
+    assert np.median(printed) == pytest.approx(limit, rel=off)
 
 
 def test_variance_parts_find_what_was_put_in():

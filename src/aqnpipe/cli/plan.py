@@ -13,11 +13,13 @@ from pydantic import Field
 from aqnpipe.cli.cost_estimate import Assumptions, estimate_study
 from aqnpipe.cli.front_door import open_study
 from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, LocalDataset
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from aqnpipe.statistics.clusters import Clusters
     from aqnpipe.statistics.planning import FloatArray, Pilot
 
 
@@ -51,6 +53,7 @@ class StudyPrognosis(FrozenModel):
     num_seeds: int
     adds_seeds: bool
     num_questions: int
+    num_clusters: int | None = Field(description="of the questions; null: none, or not known before a download")
     num_draws: int
     power: float
     alpha: float
@@ -99,6 +102,8 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
     largest = max((families.count(family) for family in families), default=1)
     sizes = (len(opened.study.seeds), _num_questions(opened), len(config.evaluation.noise_seeds))
     most_questions = config.dataset.num_test or sizes[1]
+    clusters = _clusters(config.dataset, sizes[1])
+    num_clusters = None if clusters is None else clusters.effective_number
     noise_names = config.evaluation.noise_names()
     is_random = {level: config.evaluation.is_random(level) for level in config.evaluation.all_levels()}
     cost = _Cost(sizes, training, evaluation, tuple(is_random.values()))
@@ -114,7 +119,7 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
 
         def limit(of: PairVariances, tried: tuple[int, int, int], comparisons: int) -> float | None:
             alpha = config.statistics.alpha / comparisons
-            return detectable(of, tried, num_arms, alpha, config.statistics.power)
+            return detectable(of, tried, num_arms, alpha, config.statistics.power, num_clusters)
 
         def finds(of: PairVariances, *tried: int) -> bool:
             found = limit(of, (tried[0], tried[1], tried[2]), tested_with)
@@ -144,6 +149,7 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
         num_seeds=sizes[0],
         adds_seeds=rule is not None,
         num_questions=sizes[1],
+        num_clusters=None if clusters is None else clusters.number,
         num_draws=sizes[2],
         largest_family=largest,
         has_primary=has_primary,
@@ -187,17 +193,28 @@ def _num_questions(opened: StudyPlan) -> int:
     return number
 
 
+def _clusters(dataset: DatasetConfig, num_questions: int) -> "Clusters | None":
+    """Return the clusters of a study's test questions; None if they have none, or must be downloaded first."""
+    from aqnpipe.data.loader import load_problems
+    from aqnpipe.statistics.clusters import Clusters
+
+    if not isinstance(dataset, GeneratedDataset | LocalDataset):
+        return None
+    problems = load_problems(dataset, "test").head(num_questions)
+    return Clusters.of(problems["cluster"].to_list()) if "cluster" in problems.columns else None
+
+
 def _variances(results: Path, scorer: str) -> "dict[float, Pilot]":
     """Return the variances of pairs of arms by noise level, after the last step, from a results folder."""
     from aqnpipe.statistics.planning import pilot_of
 
-    scores = _scores(results, scorer)
+    scores, clusters = _scores(results, scorer), _clusters_in(results)
     found = {}
     for level in sorted({key[2] for key in scores}):
         arms = [(role, arm) for role, arm, at_level in scores if at_level == level]
         pairs = [(first, second) for first, second in combinations(arms, 2) if first[0] == second[0]]
         tables = [_on_common_seeds(scores[*first, level], scores[*second, level]) for first, second in pairs]
-        pilot = pilot_of([pair for pair in tables if pair is not None], len(arms))
+        pilot = pilot_of([pair for pair in tables if pair is not None], len(arms), clusters)
         if pilot is not None:
             found[level] = pilot
     if not found:
@@ -237,6 +254,18 @@ def _last_tables(results: Path) -> Iterator[Path]:
             yield steps[max(steps)]
 
 
+def _clusters_in(results: Path) -> "Clusters | None":
+    """Return the clusters of the questions of a results folder, in the order of their ids; None without any."""
+    from aqnpipe.artifacts.evaluations import EvaluationTable
+    from aqnpipe.artifacts.files import read_table
+    from aqnpipe.statistics.clusters import Clusters
+
+    table = next((read_table(path, EvaluationTable) for path in _last_tables(results)), None)
+    if table is None or "cluster" not in table.columns:
+        return None
+    return Clusters.of(table.unique("question_id").sort("question_id")["cluster"].to_list())
+
+
 def _by_level(path: Path, scorer: str) -> "Iterator[tuple[float, FloatArray]]":
     import polars as pl
 
@@ -251,7 +280,8 @@ def _by_level(path: Path, scorer: str) -> "Iterator[tuple[float, FloatArray]]":
 
 def _lines(found: StudyPrognosis) -> Iterator[str]:
     yield (
-        f"{found.study}: {found.num_arms} arms, {found.num_seeds} seeds, {found.num_questions:,} questions, "
+        f"{found.study}: {found.num_arms} arms, {found.num_seeds} seeds, {found.num_questions:,} questions"
+        f"{'' if found.num_clusters is None else f' in {found.num_clusters} clusters'}, "
         f"{found.num_draws} noise draws; about {found.device_hours:.3g} device hours{_shared(found)}"
     )
     if found.adds_seeds:

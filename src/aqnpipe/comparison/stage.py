@@ -239,9 +239,9 @@ def _judged(
     decided: ClaimAtLook | None,
 ) -> tuple[dict[str, Any], Claim]:
     contrast, scores, estimate = tested.contrast, tested.scores, tested.estimate
-    judgement = judge(
-        contrast, estimate, variance_parts(scores.differences, scores.seed_variance), tests, family_size, settings
-    )
+    evenness = 1.0 if scores.clusters is None else scores.clusters.evenness
+    parts = variance_parts(scores.differences, scores.seed_variance, evenness)
+    judgement = judge(contrast, estimate, parts, tests, family_size, settings)
     if decided is not None:
         judgement = judgement_at_look(judgement, decided)
     is_degradation = contrast.comparison.kind == "degradation"

@@ -43,9 +43,19 @@ class Clusters:
         return len(self.shares)
 
     @property
+    def effective_number(self) -> float:
+        """Number of clusters of equal size that vary as much as these."""
+        return 1 / float(np.sum(self.shares**2))
+
+    @property
     def freedom(self) -> float:
-        """Degrees of freedom of the variance between clusters: their effective number, less 1."""
-        return 1 / float(np.sum(self.shares**2)) - 1
+        """Degrees of freedom of the variance between clusters."""
+        return self.effective_number - 1
+
+    @property
+    def evenness(self) -> float:
+        """Effective number of clusters by their number: 1 if all have the same size."""
+        return self.effective_number / self.number
 
     def collapsed(self, scores: FloatArray) -> FloatArray:
         """Return values [..., cluster] of scores [..., question] with the same mean and the variance of clusters."""

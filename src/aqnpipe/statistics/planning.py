@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import interaction_variance
-from aqnpipe.statistics.sample_sizes import VarianceParts, expected_spread
+from aqnpipe.statistics.sample_sizes import VarianceParts, as_estimated, expected_spread
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -31,11 +32,10 @@ class PairVariances:
     answer: float
     draw: float = 0.0
 
-    def parts(self, num_draws: int, num_arms: int) -> VarianceParts:
+    def parts(self, num_draws: int, num_arms: int, evenness: float = 1.0) -> VarianceParts:
         """Return the components where outcomes are means over noise draws."""
-        return VarianceParts(
-            seed=self.seed, question=self.question, residual=self.answer + self.draw / num_draws, num_arms=num_arms
-        )
+        residual = self.answer + self.draw / num_draws
+        return VarianceParts(self.seed, self.question, residual, num_arms=num_arms, evenness=evenness)
 
 
 USUAL = PairVariances(seed=2 * 0.015**2, question=0.02, answer=0.12, draw=0.10)
@@ -74,15 +74,18 @@ class Pilot:
         return replace(self.variances, seed=low), replace(self.variances, seed=high)
 
 
-def pilot_of(pairs: Sequence[tuple[FloatArray, FloatArray]], num_arms: int) -> Pilot | None:
+def pilot_of(
+    pairs: Sequence[tuple[FloatArray, FloatArray]], num_arms: int, clusters: Clusters | None = None
+) -> Pilot | None:
     """Return the mean variances over pairs of arms of scores[seed, noise draw, question]; None without two seeds.
 
-    The variance between seeds has the degrees of freedom of the interaction of `num_arms` arms and seeds.
+    With `clusters`, a question varies as its share of a cluster does. The variance between seeds has the degrees of
+    freedom of the interaction of `num_arms` arms and seeds.
     """
     usable = [first - second for first, second in pairs if first.shape[0] > 1]
     if not usable:
         return None
-    found = PairVariances(*np.mean([_of_pair(differences) for differences in usable], axis=0))
+    found = PairVariances(*np.mean([_of_pair(differences, clusters) for differences in usable], axis=0))
     num_seeds, num_draws, num_questions = usable[0].shape
     freedom = (num_arms - 1.0) * (num_seeds - 1.0)
     if found.seed == 0 or freedom < LEAST_FREEDOM:
@@ -95,30 +98,40 @@ def pilot_of(pairs: Sequence[tuple[FloatArray, FloatArray]], num_arms: int) -> P
     return Pilot(found, (max(low, 0.0), high))
 
 
-def _of_pair(differences: FloatArray) -> tuple[float, float, float, float]:
+def _of_pair(differences: FloatArray, clusters: Clusters | None) -> tuple[float, float, float, float]:
     num_seeds, num_draws, num_questions = differences.shape
-    means = differences.mean(axis=1)
+    units = differences if clusters is None else clusters.collapsed(differences)
+    means = units.mean(axis=1)
+    questions_per_unit = num_questions / means.shape[1]
     residual = interaction_variance(means)
-    draw = float(differences.var(axis=1, ddof=1).mean()) if num_draws > 1 else 0.0
+    draw = float(units.var(axis=1, ddof=1).mean()) * questions_per_unit if num_draws > 1 else 0.0
     return (
-        max(float(means.mean(axis=1).var(ddof=1)) - residual / num_questions, 0.0),
-        max(float(means.mean(axis=0).var(ddof=1)) - residual / num_seeds, 0.0),
-        max(residual - draw / num_draws, 0.0),
+        max(float(means.mean(axis=1).var(ddof=1)) - residual / means.shape[1], 0.0),
+        max(float(means.mean(axis=0).var(ddof=1)) - residual / num_seeds, 0.0) * questions_per_unit,
+        max(residual * questions_per_unit - draw / num_draws, 0.0),
         draw,
     )
 
 
 def detectable(
-    variances: PairVariances, sizes: tuple[int, int, int], num_arms: int, alpha: float, power: float
+    variances: PairVariances,
+    sizes: tuple[int, int, int],
+    num_arms: int,
+    alpha: float,
+    power: float,
+    num_clusters: float | None = None,
 ) -> float | None:
     """Return the difference that a two-sided test finds with `power`; None with one seed, which shows no arm effect.
 
-    sizes: numbers of seeds, questions and noise draws.
+    sizes: numbers of seeds, questions and noise draws. num_clusters: the effective number of clusters of the questions,
+    which vary together no more than others do; None: each question is its own.
     """
     num_seeds, num_questions, num_draws = sizes
     if num_seeds < 2:
         return None
-    spread = expected_spread(variances.parts(num_draws, num_arms), num_seeds, num_questions, alpha / 2, power)
+    evenness = 1.0 if num_clusters is None else min(num_clusters / num_questions, 1.0)
+    parts = as_estimated(variances.parts(num_draws, num_arms, evenness), num_seeds, num_questions)
+    spread = expected_spread(parts, num_seeds, num_questions, alpha / 2, power)
     return 0.0 if spread is None else spread.minimum_detectable(alpha / 2, power)
 
 

@@ -7,7 +7,7 @@ of the test and on the median of its estimate are integrated numerically, for ar
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -35,6 +35,7 @@ class VarianceParts:
 
     `seed`: between seeds, beyond the residual. `shared`: what seeds do to all arms alike, where it does not cancel.
     `num_arms`: arms that estimate the seeds' part together; below 3 it is estimated by the compared runs alone.
+    `evenness`: effective number of units per question or cluster, below 1 for clusters of unlike size.
     """
 
     seed: float
@@ -42,17 +43,20 @@ class VarianceParts:
     residual: float
     shared: float = 0.0
     num_arms: int = 1
+    evenness: float = 1.0
 
 
-def variance_parts(differences: FloatArray, seed_variance: SeedVariance | None = None) -> VarianceParts:
+def variance_parts(
+    differences: FloatArray, seed_variance: SeedVariance | None = None, evenness: float = 1.0
+) -> VarianceParts:
     """Return the variance components of d[seed, question], that of the seeds without the median error of its estimate.
 
     From mean squares of a two-way layout, one value per cell. With one seed, all variance is attributed to the
-    questions. `seed_variance` is that of `two_way_spread`.
+    questions. `seed_variance` is that of `two_way_spread`, `evenness` that of the clusters.
     """
     num_seeds, num_questions = differences.shape
     if num_seeds == 1:
-        return VarianceParts(seed=0.0, question=float(differences.var(ddof=1)), residual=0.0)
+        return VarianceParts(seed=0.0, question=float(differences.var(ddof=1)), residual=0.0, evenness=evenness)
     residual = interaction_variance(differences)
     freedom = num_seeds - 1.0
     seeds = seed_variance or SeedVariance(VariancePart(float(differences.mean(axis=1).var(ddof=1)), freedom))
@@ -63,6 +67,7 @@ def variance_parts(differences: FloatArray, seed_variance: SeedVariance | None =
         residual=residual,
         shared=0.0 if seeds.shared is None else seeds.shared.variance / float(stats.chi2.median(freedom) / freedom),
         num_arms=seeds.num_arms,
+        evenness=evenness,
     )
 
 
@@ -73,8 +78,9 @@ def expected_spread(
 
     None if nothing varies. With one seed, it is that over questions only.
     """
+    of_questions = max(parts.evenness * num_questions - 1.0, 1.0)
     if num_seeds == 1:
-        return spread_of(VariancePart((parts.question + parts.residual) / num_questions, num_questions - 1.0))
+        return spread_of(VariancePart((parts.question + parts.residual) / num_questions, of_questions))
     freedom, pool = num_seeds - 1.0, _pool_freedom(parts.num_arms, num_seeds)
     by_answers = parts.residual / num_questions
     variance = parts.seed + by_answers
@@ -84,8 +90,23 @@ def expected_spread(
     return spread_of(
         VariancePart(parts.shared / num_seeds, freedom),
         VariancePart(variance * inflation / num_seeds, rule_freedom),
-        VariancePart(parts.question / num_questions, num_questions - 1.0),
+        VariancePart(parts.question / num_questions, of_questions),
     )
+
+
+def as_estimated(parts: VarianceParts, num_seeds: int, num_questions: int) -> VarianceParts:
+    """Return true components with the mean of what a test estimates of the questions: at least 0, so more than it is.
+
+    With q of the questions and a of the answers, the estimate is (q + a) X - a with X chi-squared over its degrees of
+    freedom f, and E[(X - c)+] = P(chi2(f + 2) > c f) - c P(chi2(f) > c f).
+    """
+    of_answers = parts.residual / num_seeds
+    whole = parts.question + of_answers
+    if whole == 0:
+        return parts
+    share, freedom = of_answers / whole, max(parts.evenness * num_questions - 1.0, 1.0)
+    tails = stats.chi2.sf(share * freedom, [freedom + 2, freedom])
+    return replace(parts, question=whole * float(tails[0] - share * tails[1]))
 
 
 def _pool_freedom(num_arms: int, num_seeds: int) -> float:

@@ -769,6 +769,22 @@ def test_module_noise_reaches_every_module_of_its_scope(model, scope, count, poi
     assert torch.equal(found, logits(model, noise, phase="rollout")[0])
 
 
+@pytest.mark.parametrize("scope", ["minimal", "linear"])
+@pytest.mark.parametrize(
+    ("scale", "changes", "is_lost"),
+    [(1e-5, False, True), (1e-4, False, True), (1e-3, True, True), (0.05, True, False)],
+)
+def test_module_noise_that_bfloat16_swallows_is_lost_and_no_mistake(make_model, scope, scale, changes, is_lost):
+    """The published arms E2 to E4 are of such sizes. 1e-3 is below the rounding, which leaves a part of it."""
+    model = make_model().to(torch.bfloat16)
+    noise = ModuleNoise(modules=scope, point="output", error=RelativeGaussian(scale=scale))
+    found, receipt = logits(model, noise, phase="rollout")
+    receipt.check()
+    assert torch.equal(found, logits(model, None)[0]) != changes
+    assert all(cell.is_lost == is_lost for cell in receipt.cells)
+    assert receipt.num_noised_modules == {"minimal": 7, "linear": 22}[scope]
+
+
 def test_input_noise_is_on_what_the_module_gets(model):
     projection, seen = model.model.layers[1].mlp.down_proj, []
     noise = ModuleNoise(modules=("*.layers.1.mlp.down_proj",), error=SystematicBias(scale=0.5))
