@@ -41,6 +41,12 @@ def test_two_draws_that_always_agree_are_one_and_draws_of_equal_questions_are_al
     assert _effective_questions(table(opposite), "correct").to_list() == [80]
 
 
+def test_clusters_that_do_not_vary_are_worth_all_their_answers():
+    opposite = np.stack([np.ones(40, dtype=bool), np.zeros(40, dtype=bool)])
+    clustered = table(opposite).with_columns(cluster=pl.col("question_id") // 10)
+    assert _effective_questions(clustered, "correct").to_list() == [80]
+
+
 def test_intervals_of_two_draws_hold_their_level_and_are_shorter_than_those_of_one_yes_or_no():
     draws, covered, ratios, studies = np.random.default_rng(2), 0, [], 600
     population = 1 / (1 + np.exp(-(0.5 + draws.normal(0, 1.5, 200_000))))

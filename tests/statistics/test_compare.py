@@ -34,11 +34,41 @@ def test_several_seeds_make_a_statement_about_other_seeds():
     assert found.difference == pytest.approx(float(a.mean() - b.mean()))
 
 
+def test_clusters_are_the_unit_where_questions_vary_together():
+    """Two answers to each of 6 documents, equal within a document: as much as 6 questions with those answers."""
+    of_documents = [0.75, 0.25, 0.5, 1.0, 0.0, 0.5]
+    a, ids, documents = np.repeat(of_documents, 2), range(12), np.repeat([*"uvwxyz"], 2)
+    found = aqnpipe.compare(a, np.full(12, 0.25), ids, clusters=documents)
+    whole = aqnpipe.compare(of_documents, np.full(6, 0.25), range(6))
+    assert found.p_value == pytest.approx(whole.p_value)
+    assert (found.ci_low, found.ci_high) == pytest.approx((whole.ci_low, whole.ci_high))
+    alone = aqnpipe.compare(a, np.full(12, 0.25), ids)
+    assert aqnpipe.compare(a, np.full(12, 0.25), ids, clusters=ids).p_value == pytest.approx(alone.p_value)
+    assert alone.p_value < found.p_value
+
+
 @given(st.permutations(range(12)))
 def test_the_order_of_the_rows_does_not_matter(order):
     a, b = [1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1], [0, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 1]
     whole = aqnpipe.compare(a, b, range(12))
     assert aqnpipe.compare([a[i] for i in order], [b[i] for i in order], order) == whole
+
+
+@pytest.mark.parametrize(
+    ("clusters", "message"),
+    [
+        (["d"], r"lengths \[1, 2\]"),
+        (["d", "d"], "found 1 cluster, expected at least 2"),
+    ],
+)
+def test_clusters_that_are_none_are_refused(clusters, message):
+    with pytest.raises(DataError, match=message):
+        aqnpipe.compare([1, 0], [0, 1], ["a", "b"], clusters=clusters)
+
+
+def test_a_question_is_in_one_cluster():
+    with pytest.raises(DataError, match="question 'a' is in clusters 'd' and 'e'"):
+        aqnpipe.compare([1, 0, 1, 1], [0, 1, 1, 1], [*"abab"], [0, 0, 1, 1], clusters=[*"deee"])
 
 
 @pytest.mark.parametrize(

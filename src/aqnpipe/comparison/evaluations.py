@@ -217,14 +217,14 @@ def _effective_questions(rows: pl.DataFrame, correct: str) -> pl.Series:
 
 def _effective_of_clusters(rows: pl.DataFrame, correct: str, keys: Sequence[str]) -> pl.Series:
     """Return the same where questions are in clusters, from the variance between clusters."""
-    of_questions = rows.group_by(*keys, "question_id", "cluster").agg(pl.col(correct).mean()).sort(*keys, "question_id")
+    of_questions = rows.group_by(*keys, "question_id", "cluster").agg(pl.col(correct).mean(), pl.len())
     found = []
-    for _, part in of_questions.group_by(keys, maintain_order=True):
+    for _, part in of_questions.sort(*keys, "question_id").group_by(keys, maintain_order=True):
         means, clusters = part[correct].to_numpy(), Clusters.of(part["cluster"].to_list())
         variance = float(clusters.collapsed(means).var(ddof=1)) / clusters.number if clusters.number > 1 else 0.0
-        of_answers = float(means.mean() * (1 - means.mean()))
-        # Clusters that happen to vary less than single answers would are not worth more questions than there are.
-        found.append(min(of_answers / variance if variance > 0 else len(means), len(means)))
+        of_answers, most = float(means.mean() * (1 - means.mean())), int(part["len"].sum())
+        # Clusters that happen to vary less than single answers would are not worth more than all answers.
+        found.append(min(of_answers / variance if variance > 0 else most, most))
     return pl.Series(found, dtype=pl.Float64).round(_DIGITS)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from aqnpipe.errors import DataError
+from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import FloatArray, Method, estimate_difference
 
 
@@ -38,22 +39,26 @@ def compare(
     seeds: Sequence[Hashable] | None = None,
     *,
     level: float = 0.95,
+    clusters: Sequence[Hashable] | None = None,
 ) -> PairedDifference:
     """Compare two ways of answering, paired over questions and, where there are several, over seeds.
 
     Element i of all arguments belongs together: whether a and b answered question `question_ids[i]` right with seed
-    `seeds[i]` (1 or 0, or the share of right samples). Every seed has every question once. Raises DataError otherwise.
+    `seeds[i]` (1 or 0, or the share of right samples). Every seed has every question once. `clusters[i]` is the cluster
+    of the question, such as its template or document, where questions vary together: clusters are then the unit.
+    Raises DataError otherwise.
     """
     if not 0 < level < 1:
         raise DataError(f"compare: level is {level}, expected a number above 0 and below 1")
     seeds = [0] * len(question_ids) if seeds is None else seeds
-    lengths = {len(a_correct), len(b_correct), len(question_ids), len(seeds)}
+    lengths = {len(values) for values in (a_correct, b_correct, question_ids, seeds, clusters) if values is not None}
     if len(lengths) > 1:
         raise DataError(f"compare: found arguments of lengths {sorted(lengths)}, expected one length for all")
     first, second = (_table(values, question_ids, seeds, name) for values, name in ((a_correct, "a"), (b_correct, "b")))
     if first.shape[1] < 2:
         raise DataError(f"compare: found {first.shape[1]} questions, expected at least 2")
-    estimate = estimate_difference(first, second)
+    units = None if clusters is None else _clusters(question_ids, clusters)
+    estimate = estimate_difference(first, second, clusters=units)
     low, high = estimate.interval(level)
     return PairedDifference(
         difference=estimate.difference,
@@ -65,6 +70,18 @@ def compare(
         num_questions=estimate.num_questions,
         num_seeds=estimate.num_seeds,
     )
+
+
+def _clusters(question_ids: Sequence[Hashable], clusters: Sequence[Hashable]) -> Clusters:
+    """Return the clusters of the questions, in the order of their first appearance."""
+    of_question: dict[Hashable, Hashable] = {}
+    for question, cluster in zip(question_ids, clusters, strict=True):
+        if of_question.setdefault(question, cluster) != cluster:
+            raise DataError(f"compare: question {question!r} is in clusters {of_question[question]!r} and {cluster!r}")
+    found = Clusters.of(list(of_question.values()))
+    if found.number < 2:
+        raise DataError(f"compare: found {found.number} cluster, expected at least 2")
+    return found
 
 
 def _table(
