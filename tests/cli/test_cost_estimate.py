@@ -271,6 +271,24 @@ def test_a_study_that_adds_seeds_has_the_cost_with_all_of_them_too():
     assert fixed.at_most is None
 
 
+def test_the_table_of_running_md_is_what_check_computes():
+    """Runs, device hours, clock hours on 8 devices, checkpoints, working files; memory of a device by `check`."""
+    rows = re.findall(r"^\| `(.+)` \| (.+) \|$", Path("RUNNING.md").read_text(), re.MULTILINE)
+    assert len(rows) == 4
+    for name, cells in rows:
+        found = check_study(StudyPlan(load_study_file(Path(f"config/{name}.yaml"))), Assumptions())
+        estimate = found.estimate
+        shown = CliRunner().invoke(app, ["check", f"config/{name}.yaml"]).stdout
+        assert cells.split(" | ") == [
+            f"{found.num_runs} x {found.num_steps}",
+            f"{estimate.device_hours:.0f}",
+            f"{estimate.device_hours / 8:.0f} h",
+            f"{estimate.checkpoint_gigabytes:.0f} GB",
+            f"{estimate.run_gigabytes:.0f} GB",
+            f"{re.search(r'training .+? (.+) GB of 80', shown)[1]} GB",
+        ]
+
+
 def test_very_many_arms_are_named_on_one_short_line(tmp_path):
     arms = {f"arm{number:04}": {"description": "clean"} for number in range(1000)}
     (tmp_path / "arms.yaml").write_text(yaml.safe_dump({"arms": arms}))

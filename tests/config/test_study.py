@@ -1,5 +1,6 @@
 """Studies and arms: shipped files are valid, and every mistake is one line with file, key, found and expected."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -300,16 +301,26 @@ def test_the_studies_of_the_published_runs_train_and_grade_as_verl():
         assert config.evaluation.primary_scorer == "verl_strict", path
 
 
+NAMES = ("study", "description", "results_dir", "arms_file", "device", "report")
+"""Sections that name things and choose nothing."""
+
+
 @pytest.mark.parametrize("path", PUBLISHED_STUDIES, ids=lambda path: path.stem)
 def test_every_value_of_the_published_studies_says_where_it_comes_from(path):
+    """Each value of the training and the evaluation in its line; other sections in them or in the lines above them."""
     lines = path.read_text().splitlines()
-    for section in ("training:", "evaluation:"):
-        start = lines.index(section) + 1
-        length = next(number for number, line in enumerate(lines[start:]) if not line.startswith("  "))
-        values = [line for line in lines[start : start + length] if not line.lstrip().startswith("#")]
-        assert values
-        for value in values:
-            assert re.search("# (published|verl|ours)", value), value
+    starts = [number for number, line in enumerate(lines) if re.match("[a-z_]+:", line)]
+    for start, end in itertools.pairwise([*starts, len(lines)]):
+        name = lines[start].partition(":")[0]
+        above = itertools.takewhile(lambda line: line.startswith("#"), reversed(lines[:start]))
+        whole = lines[start:end]
+        if name in ("training", "evaluation"):
+            values = [line for line in whole[1:] if line.startswith("  ") and not line.lstrip().startswith("#")]
+            assert values
+            for value in values:
+                assert re.search("# (published|verl|ours)", value), value
+        elif name not in NAMES:
+            assert any(re.search("# .*(published|verl|ours)", line) for line in (*above, *whole)), name
 
 
 @pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
