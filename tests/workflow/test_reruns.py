@@ -170,6 +170,8 @@ def test_another_branch_and_back_repeats_nothing(copy_of):
 def test_the_package_in_another_place_repeats_nothing_and_an_edited_one_what_depends_on_it(copy_of, tmp_path):
     source = tmp_path / "installed" / "again"
     shutil.copytree(ROOT / "src" / "aqnpipe", source / "aqnpipe", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in files_of(source):
+        path.touch()
     assert copy_of.planned_cold(source) == {}
     module = source / "aqnpipe" / "statistics" / "paired.py"
     module.write_text(module.read_text() + "\n# edited\n")
