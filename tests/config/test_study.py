@@ -259,12 +259,21 @@ def test_results_are_not_in_folders_that_snakemake_would_misread(config, folder)
 
 
 @pytest.mark.parametrize(
-    "folder", ["workflow", "workflow/rules", "config", "src/results", "/etc/x", "/usr/lib/results"]
+    "folder",
+    [
+        *("workflow", "workflow/rules", "config", "src/results", "/etc/x", "/usr/lib/results", "/dev/x", "/dev/shm"),
+        *(str(Path.cwd()), str(Path.cwd() / "workflow" / "x")),
+    ],
 )
 def test_results_are_not_among_files_of_the_workflow_or_the_system(config, folder):
     with pytest.raises(ConfigError, match=r"results_dir: found .*, a folder of the (project|system), expected another"):
         load_study(config | {"results_dir": folder})
     load_study(config | {"results_dir": f"my_{folder.strip('/')}"})
+
+
+def test_results_may_be_in_memory_and_below_the_working_directory_by_its_whole_path(config):
+    for folder in ("/dev/shm/results", str(Path.cwd() / "results"), "/home/me/workflow"):
+        assert load_study(config | {"results_dir": folder}).config.results_dir == folder
 
 
 def test_results_behind_a_link_are_not_among_files_of_the_system(config, tmp_path, monkeypatch):

@@ -39,7 +39,8 @@ _MOST_EVALUATIONS = 1_000_000
 
 
 _PROJECT_FOLDERS = frozenset(("config", "profiles", "src", "workflow"))
-_SYSTEM_FOLDERS = frozenset(("bin", "boot", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr"))
+_SYSTEM_FOLDERS = frozenset(("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "usr"))
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a disk in memory, where results may be
 
 
 class _SharedSettings(FrozenModel):
@@ -104,10 +105,12 @@ class _SharedSettings(FrozenModel):
                 f"results_dir: found {self.results_dir!r}, expected a folder below this one or an absolute path"
             )
         # Jobs delete their outputs before they run.
-        target = Path(self.results_dir).resolve()
-        is_here = target.is_relative_to(Path.cwd())
-        is_of_system = not is_here and not _SYSTEM_FOLDERS.isdisjoint(target.parts[1:2])
-        if parts[0] in _PROJECT_FOLDERS or is_of_system:
+        target, here = Path(self.results_dir).resolve(), Path.cwd().resolve()
+        is_here = target.is_relative_to(here)
+        is_free = is_here or (target.is_relative_to(_SHARED_MEMORY) and target != _SHARED_MEMORY)
+        is_of_system = not is_free and not _SYSTEM_FOLDERS.isdisjoint(target.parts[1:2])
+        is_of_project = is_here and (target == here or target.relative_to(here).parts[0] in _PROJECT_FOLDERS)
+        if is_of_project or is_of_system:
             owner = "system" if is_of_system else "project"
             raise ValueError(f"results_dir: found {self.results_dir!r}, a folder of the {owner}, expected another one")
         return self
