@@ -214,6 +214,12 @@ def test_seeds_are_given_for_effects_of_1_2_and_5_points_and_for_an_estimate_tha
     assert f"{one} for 1.0 points" in sentence.en
 
 
+def test_one_run_of_each_arm_shows_nothing_and_prints_no_p_value_or_interval():
+    """Whatever the difference: by itself it is that of two runs, which other seeds of the same arm have too."""
+    _, sentence = judged(answers(1, 0.8, 1), answers(1, 0.5, 2))
+    assert "a difference of +27.3 percentage points (1 seed, 300 questions). With a single training run" in sentence.en
+
+
 def test_a_degradation_shows_both_of_its_parts():
     """At the level 70 % on both sides; the treatment lost 10 points less from a clean accuracy 10 points lower."""
     changes = np.full((3, 300), -0.1), np.full((3, 300), -0.2)
@@ -245,8 +251,9 @@ def random_claims(draws):
         if test == "superiority" and draws.random() < 0.5:
             hypothesis["equivalent_within"] = float(draws.choice([0.03, 0.1]))
         claim = ArmComparison(treatment="E5b", control="E5", claim="", role=role, test=str(test), **hypothesis)
-        kind, shift, seeds = draws.integers(3), draws.choice([0, 0, 0.05, -0.05, 0.15]), int(draws.integers(2, 6))
-        control = draws.random((seeds if kind else 1, 150))
+        # Kinds: of given weights, with values that are no yes or no, of several runs, of one run of each arm.
+        kind, shift, seeds = draws.integers(4), draws.choice([0, 0, 0.05, -0.05, 0.15]), int(draws.integers(2, 6))
+        control = draws.random((seeds if kind in (1, 2) else 1, 150))
         treatment = control + shift + draws.normal(0, draws.choice([0.05, 0.3]), control.shape)
         if kind != 1:
             treatment, control = (treatment > 0.4).astype(float), (control > 0.4).astype(float)
@@ -274,6 +281,9 @@ def test_verdict_p_value_and_interval_agree(seed):
         parts, claim = VarianceParts(0.0, 0.1, 0.1), contrast.comparison
         judgement = judge(contrast, estimates[name], parts, (tests[name], others.get(name)), 1, SETTINGS)
         low, high, verdict = judgement.ci_low, judgement.ci_high, judgement.verdict
+        if estimates[name].num_seeds == 1 and not contrast.of_weights:
+            assert (verdict, low, high, judgement.p_value) == ("not_shown", None, None, None)
+            continue
         if claim.role != "secondary":
             assert judgement.claimed.p_value == judgement.claimed.p_holm
             if claim.test == "superiority" and verdict != "equivalent":

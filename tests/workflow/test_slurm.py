@@ -261,11 +261,18 @@ def disturb(run):
     cluster("kill", "npu01")
     cluster("revive", "slurmctld")
     cluster("revive", "npu01")
-    assert wait_for("the same job after the restart", run.training) == seen[1]
+    assert wait_for("the same job after the restart", run.training) == seen[-1]
+
+    # The node is cut off: Slurm gives the job up, and on the node that is back the retry goes on where it was.
+    os.kill(run.trainer(), signal.SIGSTOP)  # so that it is not done before
+    cluster("kill", "npu01")
+    wait_for("the job to be given up", lambda: (seen[-1], "RUNNING") not in [job[:2] for job in run.jobs("train")])
+    cluster("revive", "npu01")
+    seen.append(wait_for("training after the node was cut off", lambda: run.training(seen)))
 
     # Its time is nearly up: Slurm says so by SIGURG, training writes a resume point, and the retry goes on from there.
     os.kill(run.trainer(), signal.SIGSTOP)  # so that it is not done before; Slurm wakes it before it sends its signal
-    slurm("scontrol", "update", f"jobid={seen[1]}", f"timelimit={minutes_since_start(seen[1]) + 5}")
+    slurm("scontrol", "update", f"jobid={seen[-1]}", f"timelimit={minutes_since_start(seen[-1]) + 5}")
     wait_for("training to stop before its limit", lambda: "stopped by a signal" in run.train_log())
     seen.append(wait_for("training after the time limit", lambda: run.training(seen)))
 
@@ -281,14 +288,14 @@ def disturb(run):
     run.end()
     trainer = run.trainer()
     os.kill(trainer, signal.SIGSTOP)
-    assert [job for job, _, _ in run.jobs("train")] == [seen[3]]
+    assert [job for job, _, _ in run.jobs("train")] == [seen[-1]]
     run.start("--unlock")
     assert run.end() == 0, run.text()
     run.start()
     refused = "another process works on this run"
     wait_for("the second job to be refused", lambda: refused in run.text() or refused in run.train_log())
     os.kill(trainer, signal.SIGCONT)
-    wait_for("the first job to end", lambda: seen[3] not in [job for job, _, _ in run.jobs("train")])
+    wait_for("the first job to end", lambda: seen[-1] not in [job for job, _, _ in run.jobs("train")])
     if run.end() != 0:  # every retry was refused while the first job worked
         run.start()
         assert run.end() == 0, run.text()

@@ -78,26 +78,32 @@ def _sides(contrast: Contrast, scores: Scores) -> Statement:
 
 def _numbers(contrast: Contrast, scores: Scores, estimate: Estimate, judgement: Judgement) -> Statement:
     sides = _sides(contrast, scores)
-    sample = statement("detail.sample", seeds=estimate.num_seeds, questions=estimate.num_questions)
+    seeds, questions = estimate.num_seeds, estimate.num_questions
+    sample = statement("detail.sample", seeds=seeds, questions=questions)
+    if scores.clusters is not None:
+        clusters = estimate.num_units
+        sample = statement("detail.sample_in_clusters", seeds=seeds, questions=questions, clusters=clusters)
     if estimate.method == "no_variance" and estimate.difference == 0:
         return statement("claim.identical", sides=sides, sample=sample)
+    p_value = judgement.p_value if judgement.p_looks is None else judgement.p_looks
+    if judgement.ci_low is None or judgement.ci_high is None or p_value is None:
+        return statement("claim.difference", sides=sides, difference=estimate.difference, details=(sample,))
     margin = contrast.comparison.margin
     details = (
         statement(
             "detail.interval.fractions", level=judgement.interval_level, low=judgement.ci_low, high=judgement.ci_high
         ),
         *([] if margin is None else [statement("detail.margin", margin=margin)]),
-        *_p_values(contrast, judgement),
+        *_p_values(contrast, judgement, p_value),
         sample,
     )
     return statement("claim.difference", sides=sides, difference=estimate.difference, details=details)
 
 
-def _p_values(contrast: Contrast, judgement: Judgement) -> list[Statement]:
+def _p_values(contrast: Contrast, judgement: Judgement, p_value: float) -> list[Statement]:
     """Return the p-values behind the verdict; Holm's adjustment only where the claim shares its error rate."""
     if judgement.verdict == "equivalent" and judgement.other is not None:
         return [statement("detail.p_equivalent", p=judgement.other.p_value, p_holm=judgement.other.p_holm)]
-    p_value = judgement.p_value if judgement.p_looks is None else judgement.p_looks
     if contrast.comparison.role != "secondary":
         return [statement("detail.p", p=p_value)]
     return [statement("detail.p_and_holm", p=p_value, p_holm=judgement.claimed.p_holm)]
@@ -223,6 +229,8 @@ def _finding(row: Mapping[str, Any]) -> Statement:
 def _interval(row: Mapping[str, Any]) -> Statement:
     """Return the interval in the direction in which the difference is stated, with the margin if there is one."""
     level, low, high = row["interval_level"], row["ci_low"], row["ci_high"]
+    if low is None:
+        return statement("answer.no_interval")
     if row["difference"] <= 0:
         low, high = -high, -low
     if row["margin"] is None:

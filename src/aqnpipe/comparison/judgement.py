@@ -47,17 +47,18 @@ class Tested:
 class Judgement:
     """The verdict on a tested comparison with its numbers, the last ones as in `artifacts.ComparisonTable`.
 
-    `p_value`: of the claim's own test, unadjusted. `claimed`: that test. `other`: the test of equivalence of a claim of
-    a difference, or of a difference beyond the margin. `seeds_for`: seeds that find each of EFFECTS; None where no
-    number would; empty where more seeds are no answer, or not needed.
+    `p_value`: of the claim's own test, unadjusted; it and the interval are None for a claim that the data cannot decide
+    whatever they are, as of two arms with one run each. `claimed`: that test. `other`: the test of equivalence of a
+    claim of a difference, or of a difference beyond the margin. `seeds_for`: seeds that find each of EFFECTS; None
+    where no number would; empty where more seeds are no answer, or not needed.
     """
 
-    p_value: float
+    p_value: float | None
     claimed: Tested
     other: Tested | None
     interval_level: float
-    ci_low: float
-    ci_high: float
+    ci_low: float | None
+    ci_high: float | None
     verdict: ClaimVerdict
     minimum_detectable: float | None
     seeds_needed: int | None
@@ -166,21 +167,22 @@ def judge(
     claim = contrast.comparison
     strictest = settings.alpha / family_size
     verdict, tail = verdict_of(contrast, estimate, *tests, settings.alpha)
-    low, high = possible_interval(claim, estimate, 1 - 2 * tail)
+    is_about_arms = is_decidable(contrast, estimate)
+    interval = possible_interval(claim, estimate, 1 - 2 * tail) if is_about_arms else (None, None)
     distance, is_one_sided = _distance(claim, estimate.difference)
     deciding = (strictest if is_one_sided else strictest / 2, settings.power)
     sizes = (strictest if _is_one_sided(claim) else strictest / 2, settings.power)
-    can_extrapolate = estimate.spread is not None and is_decidable(contrast, estimate)
+    can_extrapolate = estimate.spread is not None and is_about_arms
     more_seeds = can_extrapolate and estimate.num_seeds > 1
     return Judgement(
-        p_value=p_value_of(claim, estimate),
+        p_value=p_value_of(claim, estimate) if is_about_arms else None,
         claimed=tests[0],
         other=tests[1],
         interval_level=1 - 2 * tail,
-        ci_low=low,
-        ci_high=high,
+        ci_low=interval[0],
+        ci_high=interval[1],
         verdict=verdict,
-        minimum_detectable=_minimum_detectable(parts, estimate, *sizes),
+        minimum_detectable=_minimum_detectable(parts, estimate, *sizes) if is_about_arms else None,
         seeds_needed=seeds_needed(parts, estimate.num_units, distance, *deciding) if more_seeds else None,
         questions_needed=_questions_needed(parts, estimate, distance, *deciding) if can_extrapolate else None,
         seeds_for=tuple(seeds_needed(parts, estimate.num_units, effect, *sizes) for effect in EFFECTS)

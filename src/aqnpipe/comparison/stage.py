@@ -275,7 +275,8 @@ def _judged(
 
 
 def _judgement_columns(judgement: Judgement, *, has_margin: bool) -> dict[str, Any]:
-    other, name = judgement.other, "p_beyond" if has_margin else "p_equivalence"
+    name = "p_beyond" if has_margin else "p_equivalence"
+    other = None if judgement.p_value is None else judgement.other
     return {
         **({} if other is None else {name: other.p_value, f"{name}_holm": other.p_holm}),
         "interval_level": judgement.interval_level,
@@ -283,7 +284,7 @@ def _judgement_columns(judgement: Judgement, *, has_margin: bool) -> dict[str, A
         "ci_high": judgement.ci_high,
         "p_value": judgement.p_value,
         "p_looks": judgement.p_looks,
-        "p_holm": judgement.claimed.p_holm,
+        "p_holm": None if judgement.p_value is None else judgement.claimed.p_holm,
         "minimum_detectable_difference": judgement.minimum_detectable,
         "seeds_needed": judgement.seeds_needed,
         "questions_needed": judgement.questions_needed,
