@@ -135,7 +135,8 @@ def test_sentences_and_table_have_median_and_range(made_up):
     scale = shown(made_up)
     assert scale.heading == "Model base on device (bfloat16)"
     assert scale.sentences[0] == (
-        "5\u00a0% noise is 22 times the error of device (bfloat16) in a matrix product: median of 4 operators, 12 to 50."
+        "5\u00a0% noise is 22 times the error of device (bfloat16) in a matrix product: "
+        "median of 4 operators, 12 to 50."
     )
     assert "four_bits" in scale.figure.caption
     assert "four_bits" not in " ".join(scale.sentences)
