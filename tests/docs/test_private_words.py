@@ -1,11 +1,14 @@
 """User pages, studies and the report are written in the field's words: private words do not come back."""
 
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from aqnpipe.config.schema import study_schema
 from aqnpipe.report.words import catalogue
 
 ROOT = Path(__file__).parents[2]
@@ -46,20 +49,18 @@ def prose(page: str) -> str:
     return CODE.sub(" ", TABLE.sub(" ", page))
 
 
+def shown_in(value: object, keys: set[str]) -> Iterator[str]:
+    """Yield the texts under these keys of a study, or of the schema of studies."""
+    if isinstance(value, dict):
+        yield from (text for key, text in value.items() if key in keys and isinstance(text, str))
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from shown_in(each, keys)
+
+
 def words_of_study(text: str) -> str:
     """Comments of a study or arms file, and the texts that people read."""
-    shown: list[str] = []
-
-    def collect(value: object) -> None:
-        if isinstance(value, dict):
-            shown.extend(text for key, text in value.items() if key in SHOWN_KEYS and isinstance(text, str))
-            value = list(value.values())
-        for each in value if isinstance(value, list) else ():
-            collect(each)
-
-    collect(yaml.safe_load(text))
-    comments = re.findall(r"#.*", text)
-    return prose("\n".join([*comments, *shown]))
+    return prose("\n".join([*re.findall(r"#.*", text), *shown_in(yaml.safe_load(text), SHOWN_KEYS)]))
 
 
 def uses(pattern: str, text: str) -> list[str]:
@@ -74,7 +75,8 @@ def texts() -> dict[str, str]:
     studies = {str(path.relative_to(ROOT)): words_of_study(path.read_text(encoding="utf-8")) for path in STUDIES}
     placeholder = re.compile(r"\{[^}]*\}")
     report = {f"words.yaml {key}": prose(placeholder.sub(" ", text["en"])) for key, text in catalogue().items()}
-    return pages | studies | report
+    keys = {"keys of studies": prose("\n".join(shown_in(json.loads(study_schema()), {"description"})))}
+    return pages | studies | report | keys
 
 
 @pytest.mark.parametrize("word", PRIVATE)
