@@ -93,7 +93,7 @@ test-vllm: vllm
 check-gpu: $(if $(filter cpu,$(DEVICE)),dev,setup)
 	$(BIN)/aqnpipe doctor --try
 
-# Tries every sabotage on small studies in two processes and writes what caught it into docs/attacks.md: a quarter of an hour.
+# Tries every sabotage on small studies in two processes and writes what caught it into docs/attacks.csv, with a summary in docs/attacks.md: 15 minutes.
 attacks: dev
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/attacks:tests/support $(BIN)/python tests/attacks/table.py
 

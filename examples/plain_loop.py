@@ -1,4 +1,4 @@
-"""Noise in a training loop of one's own: every matrix product, forward and backward, with a receipt."""
+"""Noise in a custom training loop: every matrix product, forward and backward, with a receipt."""
 
 import torch
 

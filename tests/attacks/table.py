@@ -1,9 +1,12 @@
-"""Try every sabotage on a fresh study, print which check caught it, and write docs/attacks.md.
+"""Try every sabotage on a fresh study, print which check caught it, and write docs/attacks.csv.
+
+The summary of the rows goes into docs/attacks.md.
 
 PYTHONPATH=tests/attacks:tests/support python tests/attacks/table.py
 """
 
 import argparse
+import csv
 import dataclasses
 import json
 import multiprocessing
@@ -26,6 +29,7 @@ from transformers.utils import logging
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+_COLUMNS = ("group", "name", "what", "fault", "caught_by", "words")
 _LONGEST = 160
 _BY_NAME = {sabotage.name: sabotage for sabotage in SABOTAGES}
 
@@ -47,6 +51,7 @@ def main() -> int:
         "--only", default="", help="try sabotages whose `group: name` matches; the page has the others too"
     )
     parser.add_argument("--results", type=Path, help="file of outcomes; those that it has are not tried again")
+    parser.add_argument("--rows", type=Path, default=ROOT / "docs" / "attacks.csv")
     arguments = parser.parse_args()
     known = _read(arguments.results)
     tried = [s for s in SABOTAGES if s.name not in known and re.search(arguments.only, f"{s.group}: {s.name}")]
@@ -68,19 +73,51 @@ def main() -> int:
     seconds = resource.getrusage(resource.RUSAGE_CHILDREN)
     _say(f"{seconds.ru_utime + seconds.ru_stime:.0f} CPU seconds")
     rows = [(sabotage, known[sabotage.name]) for sabotage in SABOTAGES if sabotage.name in known]
+    table = [row_of(sabotage, outcome) for sabotage, outcome in rows]
     if not arguments.only or arguments.results:
-        _write(arguments.page, rows)
-    for group, (caught, of) in _counts(rows).items():
+        write_rows(arguments.rows, table)
+        write_summary(arguments.page, table)
+    for group, (caught, of) in _counts(table).items():
         _say(f"{group}: {caught} of {of}")
     missed = [sabotage.name for sabotage, outcome in rows if outcome.is_caught == bool(sabotage.reason)]
     return _say(f"not as expected ({len(missed)}): {', '.join(missed)}") if missed else 0
 
 
-def table_of(rows: list[tuple[Sabotage, Outcome]]) -> str:
-    """Return counts, a table of groups, one of sabotages, and those that were not caught, as Markdown."""
-    caught = sum(outcome.is_caught for _, outcome in rows)
-    groups = [f"| {group} | {count} | {number} |" for group, (number, count) in _counts(rows).items()]
-    ways = "; ".join(f"{number}: {text}" for number, text in TEN_WAYS.items())
+def row_of(sabotage: Sabotage, outcome: Outcome) -> dict[str, str]:
+    """Return a row of docs/attacks.csv; `caught_by` is empty and `words` say why where nothing caught it."""
+    caught = outcome.is_caught
+    values = (
+        sabotage.group,
+        sabotage.name,
+        sabotage.what,
+        str(sabotage.facts or ""),
+        (outcome.check or "") if caught else "",
+        _short(outcome.words) if caught else _why(sabotage, outcome),
+    )
+    return dict(zip(_COLUMNS, values, strict=True))
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write one row per sabotage."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_summary(page: Path, rows: list[dict[str, str]]) -> None:
+    """Write the summary of the rows between the marks of the page."""
+    text = page.read_text(encoding="utf-8")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n{summary_of(rows)}\n{END}{after}", encoding="utf-8")
+
+
+def summary_of(rows: list[dict[str, str]]) -> str:
+    """Return counts by group and by fault, and the sabotages that were not caught, as Markdown."""
+    caught = sum(bool(row["caught_by"]) for row in rows)
+    groups = [f"| {group} | {tried} | {number} |" for group, (number, tried) in _counts(rows).items()]
+    missed = [row for row in rows if not row["caught_by"]]
+    not_caught = ["### Not caught", "", *(f"- {_line(row)}" for row in missed), ""] if missed else []
     return "\n".join(
         [
             f"{caught} of {len(rows)} sabotages were caught. {_controls(len(rows))}",
@@ -89,14 +126,14 @@ def table_of(rows: list[tuple[Sabotage, Outcome]]) -> str:
             "|---|---|---|",
             *groups,
             "",
-            *_not_caught(rows),
-            "### All sabotages",
+            *not_caught,
+            "### The ten faults of the original experiments",
             "",
-            "| group | sabotage | change | fault | caught by | message |",
-            "|---|---|---|---|---|---|",
-            *(_line(sabotage, outcome) for sabotage, outcome in rows),
+            "Sabotages that repeat one of them (column `fault` of the table):",
             "",
-            f"Fault: which of the ten faults of the original experiments it repeats. {ways}.",
+            "| fault | what happened | sabotages | caught |",
+            "|---|---|---|---|",
+            *(_fault(number, text, rows) for number, text in TEN_WAYS.items()),
         ]
     )
 
@@ -107,11 +144,13 @@ def _controls(tried: int) -> str:
     return f"{len(SABOTAGES) - tried} more have not been tried yet; the outcomes are of several runs."
 
 
-def _not_caught(rows: list[tuple[Sabotage, Outcome]]) -> list[str]:
-    missed = [(sabotage, outcome) for sabotage, outcome in rows if not outcome.is_caught]
-    if not missed:
-        return []
-    return ["### Not caught", "", *(f"- {s.group}: {s.name} ({s.what}): {_why(s, o)}" for s, o in missed), ""]
+def _line(row: dict[str, str]) -> str:
+    return f"{row['group']}: {row['name']} ({row['what']}): {row['words']}"
+
+
+def _fault(number: int, text: str, rows: list[dict[str, str]]) -> str:
+    repeats = [row for row in rows if row["fault"] == str(number)]
+    return f"| {number} | {text} | {len(repeats)} | {sum(bool(row['caught_by']) for row in repeats)} |"
 
 
 def _why(sabotage: Sabotage, outcome: Outcome) -> str:
@@ -123,33 +162,15 @@ def _why(sabotage: Sabotage, outcome: Outcome) -> str:
     return f"stopped for another reason, by {outcome.check}: {_short(outcome.words)}"
 
 
-def _line(sabotage: Sabotage, outcome: Outcome) -> str:
-    cells = (
-        sabotage.group,
-        sabotage.name,
-        sabotage.what,
-        str(sabotage.facts or ""),
-        (outcome.check if outcome.is_caught else None) or "**nothing**",
-        _short(outcome.words) if outcome.is_caught else "",
-    )
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
 def _short(words: str) -> str:
     return f"{words[:_LONGEST]} ..." if len(words) > _LONGEST else words
 
 
-def _counts(rows: list[tuple[Sabotage, Outcome]]) -> dict[str, tuple[int, int]]:
+def _counts(rows: list[dict[str, str]]) -> dict[str, tuple[int, int]]:
     """Return (caught, tried) by group."""
-    tried = Counter(sabotage.group for sabotage, _ in rows)
-    caught = Counter(sabotage.group for sabotage, outcome in rows if outcome.is_caught)
+    tried = Counter(row["group"] for row in rows)
+    caught = Counter(row["group"] for row in rows if row["caught_by"])
     return {group: (caught[group], number) for group, number in tried.items()}
-
-
-def _write(page: Path, rows: list[tuple[Sabotage, Outcome]]) -> None:
-    text = page.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{table_of(rows)}\n{END}{after}", encoding="utf-8")
 
 
 def _read(path: Path | None) -> dict[str, Outcome]:

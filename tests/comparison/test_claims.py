@@ -375,14 +375,16 @@ def test_not_known_names_the_further_seeds_that_would_decide():
 
 def test_no_has_the_interval_in_the_direction_of_its_effect():
     assert sentence("refuted", difference=-0.034, ci_low=-0.068, ci_high=-0.002) == (
-        "No: it is not so that training with 5 % noise makes 10 % evaluation noise cost less; 10 % noise costs 3.4 "
-        "points more (95 % interval +0.2 to +6.8; 2 seeds, 500 questions)."
+        "No: it is not the case that training with 5 % noise makes 10 % evaluation noise cost less; 10 % noise "
+        "costs 3.4 points more (95 % interval +0.2 to +6.8; 2 seeds, 500 questions)."
     )
 
 
 def test_an_equivalent_claim_is_no_or_less_than_its_margin():
     found = sentence("equivalent", kind="arms", difference=0.001, ci_low=-0.008)
-    assert found.startswith("No: it is not so, or only by less than 1.5 points, that training with 5 % noise makes ")
+    assert found.startswith(
+        "No: it is not the case, or only by less than 1.5 points, that training with 5 % noise makes "
+    )
 
 
 @pytest.mark.parametrize(

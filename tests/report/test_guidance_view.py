@@ -49,14 +49,14 @@ def sentences(*diagnoses, language="en"):
     return guidance_sentences(ARMS, diagnoses, load_words(language))
 
 
-@pytest.mark.parametrize(("language", "word"), [("en", "changed nothing"), ("zh", "没有改变任何东西")])
+@pytest.mark.parametrize(("language", "word"), [("en", "changed no sigma"), ("zh", "没有改变任何 sigma")])
 def test_sigmas_that_equal_those_without_a_diagnosis_are_named(language, word):
     (sentence,) = sentences(diagnosis("target", 0.05, 0.05, 0.05, faults=FAULTS), DEVICE, language=language)
     assert word in sentence
     assert "guided" in sentence
 
 
-@pytest.mark.parametrize(("language", "word"), [("en", "fault of machine target changed nothing"), ("zh", "target")])
+@pytest.mark.parametrize(("language", "word"), [("en", "fault of machine target changed no sigma"), ("zh", "target")])
 def test_sigmas_that_equal_those_of_the_healthy_machine_are_named(language, word):
     (sentence,) = sentences(DEVICE, diagnosis("target", 0.05, 0.075, 0.05, faults=FAULTS), language=language)
     assert word in sentence

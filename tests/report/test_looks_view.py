@@ -29,7 +29,7 @@ def test_a_claim_is_named_at_the_look_where_it_ended():
 
 def test_the_summary_has_the_same_looks_as_the_page():
     lines = _look_lines(SimpleNamespace(claims=CLAIMS), load_words("en"))
-    assert lines[2:4] == ["| look | seeds | ended | open |", "| --- | --- | --- | --- |"]
+    assert lines[2:4] == ["| interim analysis | seeds | ended | open |", "| --- | --- | --- | --- |"]
     assert lines[4:7] == [
         "| 1 | 2 | none | 2 |",
         "| 2 | 4 | claim a (supported) | 1 |",

@@ -135,7 +135,8 @@ def test_sentences_and_table_have_median_and_range(made_up):
     scale = shown(made_up)
     assert scale.heading == "Model base on device (bfloat16)"
     assert scale.sentences[0] == (
-        "5\u00a0% noise is 22 times what device (bfloat16) does to a matrix product: median of 4 operators, 12 to 50."
+        "5\u00a0% noise is 22 times the error of device (bfloat16) in a matrix product: "
+        "median of 4 operators, 12 to 50."
     )
     assert "four_bits" in scale.figure.caption
     assert "four_bits" not in " ".join(scale.sentences)
@@ -179,7 +180,7 @@ def test_page_and_summary_show_the_scale(synthetic, make_report, tmp_path):
     inputs = type(inputs)(**{**vars(inputs), "parities": (ParityInput("base", "<b>npu</b>", path),)})
     page = without.build(inputs=inputs).html
     assert 'href="#scale"' in page
-    assert "&lt;b&gt;npu&lt;/b&gt; (bfloat16) does to a matrix product" in page
+    assert "&lt;b&gt;npu&lt;/b&gt; (bfloat16) in a matrix product" in page
     summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert "| attention | rounding | 1 | 0.4 | 12 | 25 |" in summary
     path.unlink()

@@ -38,7 +38,7 @@ def test_the_arms_of_the_first_screen_and_of_the_study_are_cut_with_a_note(cut):
     rows = cut.split('data-table="arms"')[1].split("</table>")[0].count("<tr") - 1
     assert rows == 3
     assert "Shown: 3 of 5 rows." in cut
-    assert "With the first 2 of 4 arms; the study&#39;s file of arms has the others." in cut
+    assert "With the first 2 of 4 arms; the rest is in the study&#39;s file of arms." in cut
 
 
 def test_nothing_is_left_out_of_a_usual_study(built):

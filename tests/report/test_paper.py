@@ -79,7 +79,7 @@ def test_figures_are_in_colours_of_their_own_with_a_legend(written):
 def test_verdicts_come_with_their_reasons(written, built):
     folder, _ = written
     rows = list(csv.reader((folder / "tables" / "claims-verdicts.csv").open()))
-    assert rows[0][:3] == ["family", "claim", "verdict"]
+    assert rows[0][:3] == ["group", "claim", "verdict"]
     assert len(rows) == 7
     assert all(row[5] for row in rows[1:])
 

@@ -162,7 +162,7 @@ def test_a_refused_receipt_is_shown_as_refused(make_report, synthetic, tmp_path)
     receipt = read_json(run.receipt, Receipt)
     write_json(run.receipt, receipt.model_copy(update={"cells": ()}))
     page = Page(built.build().html)
-    assert page.row("E5 seed 0")[1] == "refused"
+    assert page.row("E5 seed 0")[1] == "not accepted"
     assert page.row("E5 seed 1")[1] == "accepted"
     assert "noise was requested but never reached layers" in page.whole_text
 

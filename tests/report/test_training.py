@@ -20,7 +20,7 @@ def test_a_spike_is_one_leap_at_its_step():
     assert [(leap.metric, leap.step, leap.value) for leap in found] == [("kl", 21, 73.0)]
     assert found[0].usual in (0.1, 0.2)
     sentences = leap_sentences(found, load_words("en"))
-    assert sentences == [f"KL of E5 seed 1 leaps to 73 at step 21; the steps around it are at {found[0].usual}."]
+    assert sentences == [f"KL of E5 seed 1 jumps to 73 at step 21; the steps around it are at {found[0].usual}."]
     assert leap_table(found, load_words("zh")).rows[0].cells[:3] == ("E5 种子 1", "KL 散度", "21")
 
 
@@ -45,7 +45,7 @@ def test_more_leaps_than_are_told_are_counted():
         kl[step] = 10.0 + step
     found = leaps([run(kl)])
     assert [leap.step for leap in found] == [59, 47, 35, 23, 11]
-    assert leap_sentences(found, load_words("en"))[-1] == "2 more leaps are listed in the numbers below."
+    assert leap_sentences(found, load_words("en"))[-1] == "2 more jumps are listed in the numbers below."
 
 
 def test_the_line_of_kl_passes_below_a_spike_and_that_of_the_reward_is_a_mean():

@@ -74,7 +74,7 @@ def check(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Validate a study file and its arms, list its jobs and estimate their cost. A study that cannot fit is refused."""
+    """Validate a study file and its arms, list its jobs and estimate the cost. If it does not fit, exit with 2."""
     plan = open_study([study])
     given = Assumptions(
         prompt_tokens=prompt_tokens,

@@ -287,7 +287,7 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
     if found.adds_seeds:
         yield (
             f"The study adds seeds up to {found.num_seeds}: below is what all of them find in one test, at their full "
-            "cost. Looks at the claims find a little less and cost less."
+            "cost. Interim analyses detect slightly less and cost less."
         )
     yield (
         f"Differences of two arms found with {found.power:.0%} power at alpha {found.alpha:g}, in points: as the only "

@@ -18,7 +18,7 @@ PARTIAL = "partial"
 def report(study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")]) -> None:
     """Compare and report on the existing results of a study, for example while it runs or after a failed job.
 
-    Writes a folder of its own in the results, so the study continues as if there were no such report.
+    Writes a separate folder in the results, which the study ignores.
     """
     for line in report_on_existing_results(open_study([study], look_outside=False)):
         typer.echo(line)

@@ -44,13 +44,13 @@ class TestedClaim(FrozenModel):
     family: str = Field(
         default=DEFAULT_FAMILY,
         min_length=1,
-        description="of secondary claims: Holm's adjustment is applied within a family",
+        description="group of secondary claims that are tested together, by Holm's adjustment",
     )
     role: ClaimRole = Field(
         default="secondary",
         description="primary: the claim that answers the study's question, at most one, tested by itself; control: "
         "expected to hold in any working study, a check that is tested by itself; secondary: shares the error rate of "
-        "its family",
+        "its `family`",
     )
     equivalent_within: float | None = Field(
         default=None,
@@ -141,7 +141,7 @@ class StatisticsConfig(FrozenModel):
         default=0.05,
         gt=0,
         lt=0.5,
-        description="error rate of the primary claim, of each control, and of each family of secondary claims",
+        description="error rate of the primary claim, of each control, and of each `family` of secondary claims",
     )
     power: float = Field(
         default=0.8, gt=0.5, lt=1, description="power for which the minimum detectable difference is computed"

@@ -105,9 +105,9 @@ class LmEvalDataset(FrozenModel):
     source: Literal["lm_eval"]
     task: str = Field(min_length=1, description="name of one task, multiple-choice or generative; not of a group")
     include_path: str | None = Field(
-        default=None, min_length=1, description="folder with tasks of your own; null: the harness's own tasks"
+        default=None, min_length=1, description="folder with custom tasks; null: the tasks of the harness"
     )
-    num_fewshot: int | None = Field(default=None, ge=0, le=64, description="examples per prompt; null: the task's own")
+    num_fewshot: int | None = Field(default=None, ge=0, le=64, description="examples per prompt; null: as in the task")
     metric: str | None = Field(
         default=None, min_length=1, description="metric that is 0 or 1 per question; null: acc or exact_match"
     )
@@ -134,7 +134,7 @@ class PromptFormat(FrozenModel):
     - style plain: the instruction (if any) and the question, each followed by a newline.
     - style chat: the tokenizer's chat template around the question, with the instruction after the question.
     - layout question_answer: `Question: ...`, and `Answer:` on the next line, as in the gsm8k task of
-      lm-evaluation-harness; the instruction, if any, is a line before them.
+      lm-evaluation-harness; the instruction, if any, is on a line before them.
     """
 
     style: Literal["plain", "chat"] = "plain"
@@ -149,7 +149,7 @@ class PromptFormat(FrozenModel):
     )
     example_seed: Seed | None = Field(
         default=None,
-        description="seed with which the examples are drawn; null: the first rows of the training split",
+        description="seed of a random choice of the examples; null: the first rows of the training split",
     )
 
     @model_validator(mode="after")

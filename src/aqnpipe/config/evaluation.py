@@ -78,8 +78,8 @@ class EvaluationSampling(FrozenModel):
     """Several sampled responses per question; accuracy is then pass@1, estimated from all of them."""
 
     temperature: float = Field(gt=0, le=10)
-    num_samples: int = Field(ge=1, description="responses per question and pass")
-    seed: Seed = Field(default=0, description="keys the draws; all checkpoints share them")
+    num_samples: int = Field(ge=1, description="responses per question, noise level and noise seed")
+    seed: Seed = Field(default=0, description="seed of the sampling; all checkpoints share it")
 
 
 class EvaluationConfig(FrozenModel):
@@ -114,7 +114,7 @@ class EvaluationConfig(FrozenModel):
     )
     scorer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
     sampling: EvaluationSampling | None = Field(
-        default=None, description="null: greedy decoding, one response per question and pass"
+        default=None, description="null: greedy decoding, one response per question"
     )
     threads: Threads = Field(default=1, description="torch threads per worker; results on a CPU depend on it")
 
@@ -201,13 +201,13 @@ class EvaluationConfig(FrozenModel):
 class StudyEvaluationConfig(EvaluationConfig):
     """Content of `evaluation` in a study file: how checkpoints are evaluated, and on which further machines.
 
-    A class of its own, because the settings of a job do not depend on the other machines.
+    A separate class, because the settings of a job do not depend on the other machines.
     """
 
     machines: tuple[Identifier, ...] = Field(
         default=(),
         description="machines on which every checkpoint is evaluated too, with their device, simulated faults, and the "
-        "dtype, threads and batch_size of their counterpart; the report has the differences",
+        "dtype, threads and batch_size of their `counterpart`; the report has the differences",
     )
 
     @model_validator(mode="after")

@@ -41,7 +41,7 @@ class _OperatorNoise(OperatorNoise):
     attention: Literal["decomposed", "fused"] | None = Field(  # type: ignore[assignment]
         default=None,
         description="null: follows the model, both products with eager attention (decomposed), one operator else "
-        "(fused); another value than the model's is refused",
+        "(fused); another value than the model's is an error",
     )
 
 
@@ -52,7 +52,7 @@ class _ModuleNoise(ModuleNoise):
 
 
 class EvaluationNoise(FrozenModel):
-    """The noise of a pass: an error on operators, on modules, or both. Its phase is `evaluation`."""
+    """The noise of an evaluation: an error on operators, on modules, or both. Its phase is `evaluation`."""
 
     operator_noise: _OperatorNoise | None = Field(
         default=None,

@@ -40,7 +40,7 @@ class LossStudyConfig(FrozenModel):
     )
     noise_seeds: tuple[Seed, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
     num_texts: int = Field(default=50, ge=1, description="number of texts, the first of the test split")
-    layer_seed: Seed = Field(default=0, description="seed with which random_layers draws its layers")
+    layer_seed: Seed = Field(default=0, description="seed of the random choice of layers for random_layers")
     threads: Threads = 1
 
     @model_validator(mode="after")

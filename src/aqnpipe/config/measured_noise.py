@@ -74,7 +74,7 @@ class MeasuredError(FrozenModel):
         alias="from",
         min_length=1,
         description="file that `aqnpipe parity --json` wrote, with the ending .json, relative to the working "
-        "directory; or a machine of the study with a counterpart, whose parity the workflow measures",
+        "directory; or a machine of the study with a `counterpart`, from which the workflow measures the error",
     )
     multiple: float = Field(
         default=1.0, gt=0, le=10_000, description="1 is the measured machine, 4 four times its error"

@@ -28,7 +28,7 @@ LayerIndex = Annotated[int, Field(ge=0)]
 
 
 class RelativeGaussian(FrozenModel):
-    """`y' = y + s*|y|*z`, with z ~ N(0, 1) drawn anew for every element of every call."""
+    """`y' = y + s*|y|*z`, with a new z ~ N(0, 1) for every element of every call."""
 
     kind: Literal["relative_gaussian"] = "relative_gaussian"
     scale: float = Field(ge=0, lt=1, description="s, the relative standard deviation; 0.05 is 5 %")
@@ -56,7 +56,7 @@ class MantissaTruncation(FrozenModel):
 
 
 class FakeQuantization(FrozenModel):
-    """Operands of products with a weight rounded to a 4-bit block format; gradients pass straight through."""
+    """Operands of products with a weight rounded to a 4-bit block format; straight-through gradients."""
 
     kind: Literal["fake_quantization"] = "fake_quantization"
     format: Literal["mxfp4", "nvfp4"]
@@ -414,7 +414,7 @@ class AdaptiveNoise(FrozenModel):
         default=False,
         exclude_if=lambda wanted: not wanted,
         description="whether the noise is in the policy's forward passes of training too, not in rollouts alone; needs "
-        "targets: hidden_states. Gradients pass straight through",
+        "targets: hidden_states. Gradients are straight-through",
     )
     exclude: tuple[str, ...] = Field(
         default=(),
@@ -540,7 +540,7 @@ class Machine(FrozenModel):
     device: DeviceKind | None = Field(
         default=None,
         description="device of this machine: cpu, cuda or npu; null: that of the study. Its diagnosis, the "
-        "measurement of its counterpart and evaluations on it (evaluation.machines) run there; training never does",
+        "measurement of its `counterpart` and evaluations on it (evaluation.machines) run there; training never does",
     )
     counterpart: Counterpart | None = Field(
         default=None,
@@ -550,8 +550,8 @@ class Machine(FrozenModel):
     measured_in: str | None = Field(
         default=None,
         pattern=r"\.json$",
-        description="file that `aqnpipe parity --json` wrote of this machine, in place of a counterpart that is "
-        "measured here, relative to the working directory; {model} in it stands for the role",
+        description="file that `aqnpipe parity --json` wrote of this machine, in place of a `counterpart` that is "
+        "measured here, relative to the working directory; {model} in it is the model's name",
     )
     faults: tuple[Fault, ...] = Field(
         default=(), description="simulated faults, applied in this order on a shared site"
@@ -560,7 +560,7 @@ class Machine(FrozenModel):
         default=None,
         min_length=1,
         description="folder with layers.parquet and verdict.json of a diagnosis of the same weights on another "
-        "machine, relative to the working directory; {model} in it stands for the role. It is read, and nothing is "
+        "machine, relative to the working directory; {model} in it is the model's name. It is read, and nothing is "
         "diagnosed here",
     )
 

@@ -66,7 +66,7 @@ _LARGEST_KURTOSIS = 9.0
 
 
 class OwnError(FrozenModel):
-    """An error model of a user's own, which is a function of the contract `ErrorFunction`."""
+    """A custom error model: a function with the signature `ErrorFunction`."""
 
     kind: Literal["own"] = "own"
     function: OwnFunction = Field(

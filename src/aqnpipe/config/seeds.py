@@ -15,13 +15,13 @@ FixedSeeds = Annotated[tuple[TrainingSeed, ...], Field(min_length=1, max_length=
 
 
 class AdaptiveSeeds(FrozenModel):
-    """Seeds that are added while claims are open: 0 to start - 1, then `step` more after every look, up to `max`.
+    """Seeds that are added while claims are open: 0 to start - 1, then `step` per interim analysis, up to `max`.
 
     Arms of open claims get more seeds, other arms keep theirs. Raising `max` continues a finished study.
     """
 
     start: int = Field(default=2, ge=2, description="seeds of every arm before the first look at the claims")
-    step: int = Field(default=2, ge=1, description="seeds that every look adds to the arms whose claims are open")
+    step: int = Field(default=2, ge=1, description="seeds added after an interim analysis to arms with open claims")
     max: int = Field(
         le=MOST_SEEDS, description="most seeds of an arm: `start` plus a multiple of `step`; may be raised later"
     )
@@ -35,7 +35,7 @@ class AdaptiveSeeds(FrozenModel):
         default=0.1,
         ge=0,
         lt=0.5,
-        description="share of the error rate kept for looks after `max` is raised; 0: `max` cannot be raised",
+        description="share of the error rate kept for analyses after `max` is raised; 0: `max` cannot be raised",
     )
 
     @model_validator(mode="after")

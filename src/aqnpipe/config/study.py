@@ -120,7 +120,7 @@ class StudyConfig(_SharedSettings):
     """Content of a study file such as `config/config.yaml`: arms are trained, evaluated and compared."""
 
     arms_file: str = Field(default=_ARMS_FILE, description="file of the arms, relative to the folder of the study file")
-    models: dict[Identifier, ModelConfig] = Field(min_length=1, description="model per role (base, large)")
+    models: dict[Identifier, ModelConfig] = Field(min_length=1, description="the models by name (base, large)")
     machines: dict[Identifier, Machine] = Field(min_length=1, description="machines to diagnose, by name")
     arms: tuple[Identifier, ...] = Field(min_length=1)
     seeds: Seeds = Field(

@@ -45,7 +45,7 @@ class LoraConfig(FrozenModel):
 
 
 class Reward(FrozenModel):
-    """One reward of a response: 1 where a scorer finds it right, or what a function of a user's own returns.
+    """One reward of a response: 1 where a scorer finds it right, or what a custom function returns.
 
     `source_sha256`: digest of the function's source, set when a run is planned.
     """
@@ -129,7 +129,7 @@ class TrainingConfig(FrozenModel):
     lora: LoraConfig | None = Field(default=None, description="train low-rank adapters; null trains all weights")
     temperature: float = Field(default=1.0, gt=0)
     max_prompt_tokens: int | None = Field(
-        default=None, ge=1, description="training refuses to start with a longer prompt; null sets no limit"
+        default=None, ge=1, description="a longer prompt is an error before training starts; null: no limit"
     )
     max_response_tokens: int = Field(ge=1)
     checkpoint_every: int | None = Field(

@@ -256,7 +256,7 @@ def lease_devices(
 ) -> Iterator[tuple[str, ...]]:
     """Hold `count` of the devices `ids` of a kind while the body runs; wait until that many are free; yield their ids.
 
-    kind: start of the names of the locks: the kind of device, with what else tells these devices from others.
+    kind: start of the names of the locks: the kind of device, with additional device identifiers.
     A job takes all devices that it needs or none, so two jobs never wait for each other. Raises DeviceError if a lock
     file cannot be opened.
     """

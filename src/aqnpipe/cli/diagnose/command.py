@@ -45,7 +45,7 @@ def diagnose(
     prompts: Annotated[int, typer.Option(min=1, help="number of prompts for the scans")] = 5,
     random_weights: Annotated[
         bool,
-        typer.Option("--random-weights", help="draw random weights for the shape in the config.json of the folder"),
+        typer.Option("--random-weights", help="use random weights for the shape in the config.json of the folder"),
     ] = False,
     threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads, of every device")] = 1,
     seed: Annotated[

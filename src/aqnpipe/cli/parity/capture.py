@@ -38,7 +38,7 @@ def capture(
     device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1, npu, ...")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")] = 1,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="workers of vLLM that share every layer, each on a device of its own")
+        int, typer.Option(min=1, help="workers of vLLM that share every layer, each on a separate device")
     ] = 1,
     batch_invariant: Annotated[
         bool | None,

@@ -51,7 +51,7 @@ def robustness(
     instruction: Annotated[str, typer.Option(help="instruction in every prompt")] = "",
     shots: Annotated[int, typer.Option(min=0, help="training questions with answers before each question")] = 0,
     scorer: Annotated[
-        str, typer.Option(help="how answers are graded: a scorer, or module:function of your own")
+        str, typer.Option(help="how answers are graded: a scorer, or a custom module:function")
     ] = "strict",
     operators: Annotated[OperatorSet, typer.Option(help="operators with noise")] = "matmul",
     dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
@@ -63,7 +63,7 @@ def robustness(
     device: Annotated[RequestedDevice, typer.Option(help="device")] = "auto",
     threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")] = 1,
     alpha: Annotated[float, typer.Option(min=0.0001, max=0.5, help="error rate of each kind of comparison")] = 0.05,
-    output: Annotated[Path, typer.Option(help="folder of the results; what is there already is used again")] = Path(
+    output: Annotated[Path, typer.Option(help="folder of the results; finished results are reused")] = Path(
         "robustness"
     ),
 ) -> None:
