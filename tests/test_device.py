@@ -14,12 +14,13 @@ from aqnpipe.device import (
     Device,
     can_compute_on,
     name_of_device,
+    refuse_other_numbers,
     resolve_device,
     torch_device,
     uuid_of_device,
     visible_ids,
 )
-from aqnpipe.errors import DeviceError
+from aqnpipe.errors import ConfigError, DeviceError
 
 
 def backend(*names):
@@ -169,6 +170,16 @@ def test_the_name_of_one_device(monkeypatch):
     torch.cuda.get_device_name = lambda device: ("A100", "H100")[device.index]
     assert name_of_device(torch.device("cuda:1")) == "H100"
     assert name_of_device(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_a_variable_that_changes_no_number_is_none_to_be_refused(monkeypatch, value):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", value)
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "STRICT")
+    refuse_other_numbers()
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    with pytest.raises(ConfigError, match="TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is '1'"):
+        refuse_other_numbers()
 
 
 def test_the_module_does_not_import_torch():

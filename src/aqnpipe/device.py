@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
-from aqnpipe.errors import DeviceError
+from aqnpipe.errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,18 @@ COLLECTIVES: dict[DeviceKind, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hcc
 
 _ASCEND_ENVIRONMENT = {"VLLM_ASCEND_ENABLE_NZ": "0"}
 """Keeps weights in the plain layout on Ascend: in the NZ layout vLLM would misread a synchronised policy."""
+
+_OTHER_NUMBERS = {
+    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),
+    "DNNL_DEFAULT_FPMATH_MODE": ("", "strict"),
+    "NVIDIA_TF32_OVERRIDE": ("", "0"),
+    "ONEDNN_DEFAULT_FPMATH_MODE": ("", "strict"),
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": ("", "0"),
+    "TRITON_F32_DEFAULT": ("", "ieee"),
+}
+"""Environment variables by which libraries round the operands of float32 products, or compile the model, and the values
+(in lower case) that do neither.
+"""
 
 _NO_DEVICES = ("", "nodevfiles", "none", "void")
 """Values of CUDA_VISIBLE_DEVICES that mean no device, in lower case; Slurm writes `NoDevFiles`."""
@@ -54,6 +66,16 @@ class Device:
         if self.kind == "cpu":
             return "cpu"
         return f"{self.kind}: {self.count} x {', '.join(dict.fromkeys(self.names))}"
+
+
+def refuse_other_numbers() -> None:
+    """Raise ConfigError if a variable of the environment makes products less exact than the study's number format."""
+    for name, usual in _OTHER_NUMBERS.items():
+        if (value := os.environ.get(name, "")).lower() not in usual:
+            raise ConfigError(
+                f"environment: {name} is {value!r}, which changes the numbers that every arm computes, expected it "
+                f"unset or {usual[-1]!r}"
+            )
 
 
 def resolve_device(requested: RequestedDevice) -> Device:

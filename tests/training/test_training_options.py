@@ -133,6 +133,18 @@ def test_a_mixed_precision_in_the_shell_that_the_study_has_too_is_no_problem(
     run(training_spec(num_steps=1, dtype=dtype), inputs, tmp_path / "run")
 
 
+@pytest.mark.parametrize(("variable", "value"), [("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"), ("NVIDIA_TF32_OVERRIDE", "1")])
+def test_a_variable_that_rounds_products_is_refused_before_the_first_step(
+    inputs, tmp_path, monkeypatch, variable, value
+):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(
+        ConfigError, match=f"^environment: {variable} is '{value}', .* expected it unset or '(strict|0)'"
+    ):
+        run(training_spec(num_steps=1), inputs, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_small_steps_are_lost_in_bfloat16_weights_and_not_in_float32(inputs, tmp_path):
     """Why float32 is the default: at the published learning rates an update is far below the spacing of bfloat16."""
     changed = {}

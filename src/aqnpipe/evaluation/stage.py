@@ -29,7 +29,7 @@ from aqnpipe.data.examples import choose_examples, refuse_overlap
 from aqnpipe.data.graders import Grader, columns_of, graders_of, pairs
 from aqnpipe.data.harness_task import HarnessTask, question_id, task_manager
 from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids, refuse_unusable_template
-from aqnpipe.device import resolve_device, torch_device
+from aqnpipe.device import refuse_other_numbers, resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.audit.judgement import Judge
@@ -70,6 +70,7 @@ def evaluate(
     anything, if the noise measured in a pass differs from its level, or if prompts, tokens, weights, keys or rows are
     not those of the study (`evaluation.audit`); WorkerError if a worker did not start or all died.
     """
+    refuse_other_numbers()
     refuse_removed(model_dir)
     spec = evaluation_with_figures(spec, config=read_model_config(model_dir))
     config = spec.evaluation

@@ -20,7 +20,7 @@ from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder
 from aqnpipe.config.run import LossStudySpec
 from aqnpipe.data.examples import Example, choose_examples, refuse_overlap
 from aqnpipe.data.prompts import prompt_token_ids
-from aqnpipe.device import resolve_device, torch_device
+from aqnpipe.device import refuse_other_numbers, resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
@@ -75,6 +75,7 @@ def loss_study(
     Raises ReceiptError, before anything is written, if a pass had other noise or faults than its condition;
     DataError if there are too few texts.
     """
+    refuse_other_numbers()
     settings = spec.settings
     torch.set_num_threads(settings.threads)
     device = resolve_device(spec.device)

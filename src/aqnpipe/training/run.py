@@ -29,7 +29,7 @@ from aqnpipe.data.prompts import (
 )
 from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.data.scoring import is_correct
-from aqnpipe.device import DeviceKind, local_device_index, resolve_device, torch_device
+from aqnpipe.device import DeviceKind, local_device_index, refuse_other_numbers, resolve_device, torch_device
 from aqnpipe.errors import ConfigError, NoRewardError, ReceiptError, RunInterruptedError, WorkerError
 from aqnpipe.generation.rollout_engines import RolloutEngine
 from aqnpipe.models.layout import is_mixture_of_experts
@@ -109,6 +109,7 @@ def run_worker(
     from the spec, ReceiptError if measured and requested noise differ, TrainingError if the numbers break down,
     NoRewardError if there was nothing to learn from, and RunInterruptedError after a stop request.
     """
+    refuse_other_numbers()
     torch.set_num_threads(spec.training.threads)
     tokenizer = load_tokenizer(inputs.model)
     dataset = _train_dataset(spec, inputs, tokenizer)
