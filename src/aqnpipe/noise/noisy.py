@@ -24,7 +24,8 @@ from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.models.layout import decoder_layers, refuse_norms_without_weight
 from aqnpipe.models.parts import Parts, parts_of
 from aqnpipe.noise.kernels.own import refuse_unusable
-from aqnpipe.proof.audit import Audit, AuditRequest
+from aqnpipe.proof.audit import Audit
+from aqnpipe.proof.operators import AuditRequest
 from aqnpipe.proof.receipt import MachineReceipt, Requested, described
 from aqnpipe.seeding import derive_seed
 

@@ -39,8 +39,9 @@ from aqnpipe.models.parts import PlaceHook, parts_of
 from aqnpipe.models.sites import site_module
 from aqnpipe.noise.injection.faults import FaultHook, FaultRecord
 from aqnpipe.noise.kernels.stream import NoiseStream
-from aqnpipe.proof.audit import Audit, AuditRequest
+from aqnpipe.proof.audit import Audit
 from aqnpipe.proof.observation import watch_backward
+from aqnpipe.proof.operators import AuditRequest
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Requested, Seen, described
 from aqnpipe.seeding import derive_seed
 

@@ -11,8 +11,8 @@ from aqnpipe.models.sites import site_module
 from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.proof.audit import AuditRequest
 from aqnpipe.proof.modules import RequestedModule
+from aqnpipe.proof.operators import AuditRequest
 from aqnpipe.proof.outputs import RequestedFault, RequestedOutput
 
 HIDDEN_STATES = "aqn.hidden"
