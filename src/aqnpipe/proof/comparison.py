@@ -4,7 +4,14 @@ import numpy as np
 import torch
 
 from aqnpipe.config.measured_noise import OperatorError
-from aqnpipe.config.noise import AbsoluteGaussian, AppliedError, FakeQuantization, RelativeGaussian, requested_size
+from aqnpipe.config.noise import (
+    AbsoluteGaussian,
+    AppliedError,
+    FakeQuantization,
+    RelativeGaussian,
+    TensorError,
+    requested_size,
+)
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.expected_values import deviations, expected_values, measured_size
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray
@@ -21,12 +28,8 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
     is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian | OwnError | OperatorError)
     exact, slack, found = sampled.exact, sampled.slack, sampled.found
     usable = np.isfinite(exact) & np.isfinite(found)
-    low, middle, high = (
-        expected_values(exact + change, error, dtype, draws, sampled.numbers, sampled.input_rms)
-        for change in (-slack, 0.0, slack)
-    )
-    expected, allowed = middle
-    spread = np.maximum(np.abs(low[0] - expected), np.abs(high[0] - expected))
+    low, expected, high, allowed = _expected_around(sampled, error, dtype, draws)
+    spread = np.maximum(np.abs(low - expected), np.abs(high - expected))
     tolerance = allowed + spread + sampled.after
     if sampled.row:
         expected, tolerance = _as_distributions(expected, tolerance, sampled.row, dtype)
@@ -67,6 +70,21 @@ def compare_exact(sampled: Sampled) -> Seen:
         wrong=int((deviation > 1).sum()),
         largest_difference=float((np.abs(sampled.found - sampled.exact)[usable] * (deviation > 1)).max(initial=0.0)),
     )
+
+
+def _expected_around(
+    sampled: Sampled, error: TensorError, dtype: torch.dtype, draws: Draws
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """Return what an error makes of the exact values less their slack, as they are, and with it; and what rounding
+    allows.
+    """
+    changes = np.stack((-sampled.slack, np.zeros_like(sampled.slack), sampled.slack))
+    if isinstance(error, OwnError):
+        # A user's function gets elements of one dimension.
+        each = [expected_values(sampled.exact + change, error, dtype, draws, sampled.numbers) for change in changes]
+        return each[0][0], each[1][0], each[2][0], each[1][1]
+    found, allowed = expected_values(sampled.exact + changes, error, dtype, draws, sampled.numbers, sampled.input_rms)
+    return found[0], found[1], found[2], allowed[1]
 
 
 def _error_squared(exact: FloatArray, expected: FloatArray, error: OwnError) -> float:

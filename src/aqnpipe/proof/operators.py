@@ -44,7 +44,7 @@ _OTHER_NODES = 2**16
 _EVERY_OUTSIDE = 64
 OUTSIDE = "no layer"
 
-PLAIN = (Tensor, nn.Parameter)
+PLAIN = frozenset((Tensor, nn.Parameter))
 """Kinds of tensors whose operators are seen; subclasses compute with others."""
 
 
@@ -77,6 +77,17 @@ class AuditRequest(NamedTuple):
         if self.errors is not None:
             return self.errors.get(part)
         return self.error if self.selected is None or part in self.selected else None  # type: ignore[return-value]
+
+
+class _Kind(NamedTuple):
+    """What an operator is to the audit. `operator`: its name without the mark of working in place."""
+
+    name: str
+    operator: str
+    is_product: bool
+    is_composite: bool
+    is_module_error: bool
+    is_harmless: bool
 
 
 class AuditThread(threading.local):
@@ -116,7 +127,7 @@ class OperatorAudit:
         self._draws = receipt.draws
         self._local = AuditThread()
         self._keys: dict[tuple[str, int, int], int] = {}
-        self._composites: dict[Any, bool] = {}
+        self._kinds: dict[Any, _Kind] = {}
         # The backward pass of quantized operands has them too, without being asked for.
         self._is_quantized = isinstance(request.error, FakeQuantization)
         self._is_measured = isinstance(request.error, MeasuredError)
@@ -128,16 +139,14 @@ class OperatorAudit:
 
     def observe(self, mode: Mode, function: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run an operator and compare its result."""
-        if not isinstance(function, torch._ops.OpOverload) or any(kind not in PLAIN for kind in types):
+        if not isinstance(function, torch._ops.OpOverload) or not PLAIN.issuperset(types):
             # Subclasses of tensors and operators of higher order compute with operators that are not seen from here.
             if self._local.current is not None:
                 self._local.current.stack[-1].is_lost = True
             return function(*args, **kwargs)
-        name = function.overloadpacket.__name__
-        operator = name.removesuffix("_") if name.removesuffix("_") in self._recomputed else name
-        namespace = "aqnpipe" if operator in (NORM, NORM_GRADIENT) else "aten"
-        is_product = function.namespace == namespace and (operator in self._recomputed or operator in UNPROVEN)
-        if not is_product and self._is_composite(function):
+        kind = self._kinds.get(function) or self._kind_of(function)
+        operator = kind.operator
+        if kind.is_composite:
             with mode:
                 found = function.decompose(*args, **kwargs)
             if found is not NotImplemented:
@@ -145,18 +154,18 @@ class OperatorAudit:
         observation = self._local.current
         if observation is None:
             return function(*args, **kwargs)
-        if function.namespace == "aqnpipe" and name == MODULE_ERROR:
+        if kind.is_module_error:
             result = function(*args, **kwargs)
             self._module(observation, args, result)
             return result
-        if not is_product:
+        if not kind.is_product:
             result = function(*args, **kwargs)
-            self._classify(observation, function, name, args, kwargs, result)
+            self._classify(observation, function, kind, args, kwargs, result)
             if self._is_quantized:
                 observation.weights.note(function, _tensors((*args, *kwargs.values())), _tensors((result,)))
             return result
         observation.norm_gradients += operator == NORM_GRADIENT
-        is_in_place = operator != name
+        is_in_place = operator != kind.name
         arguments = arguments_of(function, args, kwargs, copies_first=is_in_place)
         result = function(*args, **kwargs)
         if operator == NORM:
@@ -174,11 +183,21 @@ class OperatorAudit:
             observation.latest = result
         return result
 
-    def _is_composite(self, function: Any) -> bool:
-        # Known anew for each audit: kernels may be registered meanwhile.
-        if function not in self._composites:
-            self._composites[function] = is_composite(function)
-        return self._composites[function]
+    def _kind_of(self, function: Any) -> _Kind:
+        """Return what an operator is; known anew for each audit, because kernels may be registered meanwhile."""
+        name, namespace = function.overloadpacket.__name__, function.namespace
+        operator = name.removesuffix("_") if name.removesuffix("_") in self._recomputed else name
+        own = "aqnpipe" if operator in (NORM, NORM_GRADIENT) else "aten"
+        is_product = namespace == own and (operator in self._recomputed or operator in UNPROVEN)
+        found = self._kinds[function] = _Kind(
+            name,
+            operator,
+            is_product,
+            is_composite=not is_product and is_composite(function),
+            is_module_error=namespace == "aqnpipe" and name == MODULE_ERROR,
+            is_harmless=is_known(function) or (namespace == "aten" and is_no_product(name)),
+        )
+        return found
 
     def _module(self, observation: Observation, args: Any, result: Tensor) -> None:
         """Compare the error on the input or output of a module."""
@@ -203,13 +222,13 @@ class OperatorAudit:
             self.on_compared(cell, found, requested.error, result.dtype)
 
     def _classify(
-        self, observation: Observation, function: Any, name: str, args: Any, kwargs: Mapping[str, Any], result: Any
+        self, observation: Observation, function: Any, kind: _Kind, args: Any, kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Note an operation that may be a product without an error."""
         here = observation.stack[-1].part
         if self.request.error_at(here) is None or function.namespace in COLLECTIVES:
             return
-        is_harmless = is_known(function) or (function.namespace == "aten" and is_no_product(name))
+        name, is_harmless = kind.name, kind.is_harmless
         if torch._C._current_autograd_node() is not None or here == self._outside:
             found = None if is_harmless else f"{function.namespace}.{name}"
         else:
