@@ -263,12 +263,12 @@ def disturb(run):
     cluster("revive", "npu01")
     assert wait_for("the same job after the restart", run.training) == seen[-1]
 
-    # The node is cut off: Slurm gives the job up, and on the node that is back the retry goes on where it was.
+    # The node is cut off: Slurm queues the job again under its number, and on the node that is back it goes on.
     os.kill(run.trainer(), signal.SIGSTOP)  # so that it is not done before
     cluster("kill", "npu01")
-    wait_for("the job to be given up", lambda: (seen[-1], "RUNNING") not in [job[:2] for job in run.jobs("train")])
+    wait_for("the job to be queued again", lambda: (seen[-1], "PENDING") in [job[:2] for job in run.jobs("train")])
     cluster("revive", "npu01")
-    seen.append(wait_for("training after the node was cut off", lambda: run.training(seen)))
+    assert wait_for("training after the node was cut off", run.training) == seen[-1]
 
     # Its time is nearly up: Slurm says so by SIGURG, training writes a resume point, and the retry goes on from there.
     os.kill(run.trainer(), signal.SIGSTOP)  # so that it is not done before; Slurm wakes it before it sends its signal
