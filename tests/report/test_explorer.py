@@ -8,6 +8,7 @@ from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.analysis import ArmPair
 from aqnpipe.report.explorer import MAX_QUESTIONS_PER_GROUP, MAX_RESPONSE_CHARACTERS, explored_pair, explorer, flips
 from aqnpipe.report.inputs import read_inputs
+from aqnpipe.report.words import load_words
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,45 @@ def test_the_first_comparison_of_arms_is_explored_unless_the_study_names_a_pair(
     study = synthetic.study(report=named)
     assert explored_pair(study, data.comparisons) == ArmPair(treatment="E5b", control="E5")
     assert explored_pair(built.study, data.comparisons.clear()) is None
+
+
+def with_primary(comparisons, name, **values):
+    """The comparisons, of which that of the id `name` is primary and has further values."""
+    values = {"role": "primary"} | values
+    chosen = pl.col("comparison_id") == name
+    return comparisons.with_columns(
+        pl.when(chosen).then(pl.lit(value)).otherwise(pl.col(column)).alias(column) for column, value in values.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("primary", "values", "expected"),
+    [
+        ("srdd_guided-vs-E5b@0.1", {}, ("srdd_guided", "E5b", 0.1)),
+        ("srdd_guided-vs-E5b@0.1", {"kind": "degradation"}, ("srdd_guided", "E5b", 0.1)),
+        ("srdd_guided-vs-E5b@0.1", {"verdict": "invalid"}, ("baseline", "pretrained", 0.0)),
+        ("E5b@0.1-vs-0", {}, ("baseline", "pretrained", 0.0)),
+    ],
+)
+def test_the_pair_of_the_primary_claim_is_explored(built, data, primary, values, expected):
+    assert primary in set(data.comparisons["comparison_id"])
+    pair = explored_pair(built.study, with_primary(data.comparisons, primary, **values))
+    assert (pair.treatment, pair.control, pair.noise_level) == expected
+
+
+def test_a_degradation_between_arms_is_explored_where_it_is_the_first(built, data):
+    only = data.comparisons.filter(pl.col("comparison_id").is_in(["baseline@0.1-vs-0", "srdd_guided-vs-E5b@0.1"]))
+    assert len(only) == 2
+    changes = with_primary(only, "srdd_guided-vs-E5b@0.1", role="secondary", kind="degradation")
+    assert explored_pair(built.study, changes).treatment == "srdd_guided"
+
+
+def test_the_noise_seed_of_the_responses_is_named(built, data):
+    for level, where in ((0.1, "at 10 % noise (noise seed 0)"), (0.0, "without noise")):
+        pair = ArmPair(treatment="srdd_guided", control="E5b", noise_level=level)
+        found = flips(pair, built.study, data)
+        assert set(found[0]["noise_seed"]) == {0}
+        assert explorer(pair, *found).where(load_words("en")).replace("\u00a0", " ") == where
 
 
 @pytest.mark.parametrize(("treatment", "control", "level"), [("E5b", "E5", 0.0), ("srdd_guided", "E5b", 0.1)])

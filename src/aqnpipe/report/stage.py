@@ -13,7 +13,7 @@ from aqnpipe.report.claims import summary_line
 from aqnpipe.report.inputs import ReportData, ReportInputs, read_inputs
 from aqnpipe.report.markup import inline, page_template
 from aqnpipe.report.summary import readme, render_summary
-from aqnpipe.report.words import Words, at_noise, load_words
+from aqnpipe.report.words import Words, load_words
 
 __all__ = ["ReportOutputs", "build_report"]
 
@@ -93,7 +93,7 @@ def _render(
         summary=summary_line((row.verdict for row in overview.rows), words),
         sections=page.sections(study, data, scales, words),
         explored=explored,
-        explored_where=at_noise(explored.pair.noise_level, words) if explored else "",
+        explored_where=explored.where(words) if explored else "",
         explored_limit=explorer.MAX_QUESTIONS_PER_GROUP,
         max_rows=tables.MAX_ROWS_ON_PAGE,
         colour_of=markup.palette_position,
