@@ -125,6 +125,26 @@ def test_a_phone_scrolls_only_down(visit, built, opened):
     assert seen.width_needed() == 390
 
 
+def test_the_accuracies_of_all_levels_are_seen_on_a_phone_and_the_ranges_beside_it(visit, built):
+    phone = visit(built.page, viewport={"width": 390, "height": 740}).page
+    heads = phone.locator("table[data-table='arms'] thead th")
+    assert heads.nth(3).inner_text().startswith("10")
+    box = heads.nth(3).bounding_box()
+    assert box["x"] + box["width"] <= 390
+    wide = visit(built.page).page
+    texts = [
+        page.locator("table[data-table='arms']").locator("caption, #arm-E5b td:nth-child(4)").all_inner_texts()
+        for page in (phone, wide)
+    ]
+    means = pl.read_parquet(built.folder / "accuracy.parquet").filter(
+        pl.col("arm") == "E5b", pl.col("noise_level") == 0.1
+    )["accuracy"]
+    assert texts[0][0].endswith("mean over seeds")
+    assert texts[1][0].endswith("mean over seeds (lowest to highest)")
+    assert shows(texts[0][1], means.mean())
+    assert texts[1][1].startswith(f"{texts[0][1]} (")
+
+
 @pytest.mark.parametrize(
     ("scheme", "rules"), [("light", None), pytest.param("dark", ["color-contrast"], marks=pytest.mark.slow)]
 )
