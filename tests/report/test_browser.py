@@ -476,6 +476,27 @@ def test_a_table_that_is_cut_off_on_a_phone_has_a_cue(visit, built):
     assert "gradient" in region.evaluate("e => getComputedStyle(e).backgroundImage")
 
 
+def test_reasons_of_diagnoses_are_folded_below_their_verdicts(visit, built):
+    seen = visit(built.page)
+    assert [row[:4] for row in seen.rows("diagnosis-verdicts")] == [
+        ["device", "none", "healthy", "right"],
+        [
+            "target",
+            "dead zone (layer 3, site layer_output, magnitude 0.05, sparsity 1.0)",
+            "dead zone, layer 3",
+            "right",
+        ],
+    ]
+    reasons = seen.page.locator("table[data-table='diagnosis-reasons']")
+    assert not reasons.is_visible()
+    seen.page.locator("#diagnosis details > summary").first.click()
+    assert reasons.is_visible()
+    assert seen.rows("diagnosis-reasons") == [
+        ["device", "no scan passed its threshold"],
+        ["target", "21 % of the outputs of layer 3 are exactly 0"],
+    ]
+
+
 def test_ticks_of_steps_are_whole(visit, built):
     page = visit(built.page).page
     titles = page.locator("#training .panels > div").evaluate_all(

@@ -29,13 +29,19 @@ def diagnosis_verdicts(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
             "fault": _simulated_faults(diagnosis.verdict, words),
             "found": _found_faults(diagnosis.verdict, words),
             "right": outcome(diagnosis.verdict),
-            "reason": diagnosis.verdict.reason,
             "forwards": f"{diagnosis.verdict.forward_equivalents:,.0f}",
         }
         for diagnosis in diagnoses
     )
-    columns = "machine fault found right:diagnosis.outcome. reason forwards"
-    return table_of("diagnosis-verdicts", words("diagnosis.verdicts"), rows, columns, words, num_text_columns=5)
+    columns = "machine fault found right:diagnosis.outcome. forwards"
+    return table_of("diagnosis-verdicts", words("diagnosis.verdicts"), rows, columns, words, num_text_columns=4)
+
+
+def diagnosis_reasons(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
+    """Return a row per machine with the reason of its verdict, which may be long."""
+    rows = ({"machine": diagnosis.machine, "reason": diagnosis.verdict.reason} for diagnosis in diagnoses)
+    caption = words("diagnosis.reasons")
+    return table_of("diagnosis-reasons", caption, rows, "machine reason", words, num_text_columns=2)
 
 
 def device_sentences(diagnoses: Sequence[Diagnosis], runs: Sequence[Run], words: Words) -> list[str]:

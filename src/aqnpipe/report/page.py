@@ -102,6 +102,8 @@ def sections(study: Study, data: ReportData, scales: Sequence[MachineScale], wor
             parts += [Part("heading", _heading(study, model, words))] if len(models) > 1 else []
             if name == "diagnosis":
                 parts.append(Part("table", diagnosis.diagnosis_verdicts(verdicts[model], words), stem=stem))
+                reasons = diagnosis.diagnosis_reasons(verdicts[model], words)
+                parts.append(Part("folded", (Part("table", reasons, stem=stem),), reasons.caption))
             figure = Part("figure", figures[name], stem=stem)
             parts.append(Part("folded", (figure,), folded) if folded else figure)
         return Section(name, tuple(parts) or (Part("text", words(none)),))
