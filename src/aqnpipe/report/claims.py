@@ -5,15 +5,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import polars as pl
 
-from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
+from aqnpipe.artifacts.comparisons import Claim, ClaimsFile, SeedComparison
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import ReportData
-from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Table, analysis_text, table_of
+from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Row, Table, analysis_text, table_of
 from aqnpipe.report.words import Words
 
 VERDICT_SYMBOLS = {"supported": "✓", "refuted": "✕", "equivalent": "≈", "not_shown": "?", "invalid": "!"}
@@ -280,7 +281,10 @@ def _error_rates(claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) ->
 
 
 def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Table:
-    """Return what each seed shows of a claim, a row per seed; intervals have confidence `level`."""
+    """Return what each seed shows of a claim, a row per seed; intervals have confidence `level`.
+
+    Below several seeds are their means. Every seed answers the same questions: that of the differences is the claim's.
+    """
     columns = (
         "seed treatment_better:count control_better:count equal:count difference:signed_points "
         "interval=ci:spans_signed_points p_of_seed=p_value:p_value"
@@ -288,7 +292,23 @@ def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Tab
     caption = words("paired.table", comparison=claim.comparison_id, level=level)
     rows = map(vars, claim.seeds)
     name = f"paired-{claim.comparison_id}"
-    return table_of(name, caption, rows, columns, words, num_text_columns=0, max_rows=max_rows)
+    table = table_of(name, caption, rows, columns, words, num_text_columns=0, max_rows=max_rows)
+    if len(claim.seeds) < 2:
+        return table
+    counts = [
+        f"{fmean(getattr(seed, name) for seed in claim.seeds):.1f}"
+        for name in ("treatment_better", "control_better", "equal")
+    ]
+    mean = numbers.points(fmean(seed.difference for seed in claim.seeds))
+    foot = Row((words("paired.mean"), *counts, mean, "", ""))
+    is_counted = all(math.isclose(_by_counts(seed), seed.difference, abs_tol=1e-9) for seed in claim.seeds)
+    notes = [words("paired.note", seeds=len(claim.seeds)), *([] if is_counted else [words("paired.averaged")])]
+    return replace(table, foot=(foot,), note=words.paragraph(notes))
+
+
+def _by_counts(seed: SeedComparison) -> float:
+    better, worse = seed.treatment_better, seed.control_better
+    return (better - worse) / (better + worse + seed.equal)
 
 
 def _claim_row(

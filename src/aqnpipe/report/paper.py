@@ -176,7 +176,7 @@ def _write_table(folder: Path, name: str, table: Table, form: TableFormat) -> Pa
 def _latex(table: Table) -> str:
     """Return a table of the packages booktabs and longtable, with all cells escaped; its caption is a comment."""
     aligned = ["left"] * table.num_text_columns + ["right"] * (len(table.headers) - table.num_text_columns)
-    rows = [[_one_line(visible(cell)) for cell in row.cells] for row in table.rows]
+    rows = [[_one_line(visible(cell)) for cell in row.cells] for row in (*table.rows, *table.foot)]
     environment = "longtable" if len(rows) > 40 else "tabular"
     body = tabulate(
         rows,
@@ -207,7 +207,7 @@ def _csv(table: Table) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(table.headers)
-    writer.writerows([[_inert(visible(cell)) for cell in row.cells] for row in table.rows])
+    writer.writerows([[_inert(visible(cell)) for cell in row.cells] for row in (*table.rows, *table.foot)])
     return buffer.getvalue()
 
 
