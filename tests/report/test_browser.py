@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from xml.etree import ElementTree
 
 import polars as pl
 import pytest
@@ -11,6 +12,7 @@ from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.view import open_server
 
 AXE = "axe_playwright_python"
+ARMS = ["baseline", "E5", "E5b", "srdd_guided"]
 
 
 class Visit:
@@ -570,6 +572,32 @@ def test_a_figure_is_enlarged_by_the_keyboard_and_put_back(visit, built):
     assert page.locator("#training .panels svg").first.bounding_box()["width"] == pytest.approx(small)
     assert page.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Enlarge: ")
     assert not page.locator("#tip").is_visible()
+
+
+@pytest.mark.parametrize(("scheme", "card", "blue"), [("light", "#fff", "#0072b2"), ("dark", "#1b2027", "#5aafe6")])
+def test_a_figure_is_downloaded_in_the_colours_of_the_page_with_the_legend_of_what_it_shows(
+    visit, built, tmp_path, scheme, card, blue
+):
+    seen = visit(built.page, color_scheme=scheme)
+    seen.page.locator("#training .legend button", has_text="E5b").click()
+    panel = seen.page.locator("#training .panels > div").first
+    button = panel.locator("h3 button").nth(1)
+    assert button.get_attribute("aria-label").startswith("Download as SVG: ")
+    with seen.page.expect_download() as download:
+        button.click()
+    assert download.value.suggested_filename == "Reward-mean-of-5-steps.svg"
+    download.value.save_as(tmp_path / "figure.svg")
+    assert seen.messages == [], "the policy of the page allows it"
+    assert {url.partition(":")[0] for url in seen.requests} <= {"file", "blob"}
+    root = ElementTree.parse(tmp_path / "figure.svg").getroot()
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text in ARMS] == ["baseline", "E5", "srdd_guided"]
+    attributes = [value for node in root.iter() for value in node.attrib.values()]
+    assert {card, blue} <= set(attributes)
+    assert not [value for value in attributes if "var(" in value or value == "E5b"]
+    width, height = map(float, panel.locator("svg").get_attribute("viewBox").split()[2:])
+    assert (float(root.get("width")), float(root.get("height"))) == (width, height + 3 * 16 + 8)
+    assert panel.locator("[data-s='E5b']").count() > 0, "the page keeps what the file leaves out"
 
 
 @pytest.mark.slow

@@ -94,6 +94,32 @@ sheet.addEventListener("close", () => {
   home.append(picture);
   document.body.append(tip, spoken);
 });
+// A picture as a file of its own: in the colours of the page, without the arms that are switched off, its legend below.
+const drawn = (tag, set, text = "") => {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  Object.entries(set).forEach(([name, value]) => node.setAttribute(name, value));
+  node.textContent = text;
+  return node;
+};
+const save = panel => {
+  const copy = panel.querySelector("svg").cloneNode(true), name = panel.querySelector("h3").firstChild.textContent.trim();
+  const [width, height] = copy.getAttribute("viewBox").split(" ").slice(2).map(Number), legend = panel.parentElement.previousElementSibling;
+  const keys = legend?.matches(".legend") ? all("li", legend).filter(key => !key.querySelector(".dim")) : [];
+  all(".off", copy).forEach(mark => mark.remove());
+  keys.forEach((key, row) => {
+    const line = key.querySelector("path").cloneNode(), top = height + 16 * row;
+    line.setAttribute("transform", `translate(8 ${top + 3})`);
+    copy.append(line, drawn("text", { x: 50, y: top + 12, "font-size": 11, fill: "var(--ink)" }, key.textContent));
+  });
+  copy.prepend(drawn("rect", { width: "100%", height: "100%", fill: "var(--card)" }));
+  const whole = drawn("svg", { width, height: height + 16 * keys.length + 8, "font-family": getComputedStyle(document.body).fontFamily });
+  whole.append(...copy.childNodes);
+  const colours = getComputedStyle(document.documentElement);
+  const text = new XMLSerializer().serializeToString(whole).replace(/var\((--[\w-]+)\)/g, (_, colour) => colours.getPropertyValue(colour).trim());
+  const link = make("a", { href: URL.createObjectURL(new Blob([text], { type: "image/svg+xml" })), download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-")}.svg` });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+};
 all(".panels > div").forEach(panel => {
   const title = panel.querySelector("h3");
   if (!title) return;
@@ -105,7 +131,7 @@ all(".panels > div").forEach(panel => {
     scale = 0;
     rescale(0);
     sheet.showModal();
-  }));
+  }), " ", act("⤓", `${say.save}: ${title.textContent}`, () => save(panel)));
 });
 
 // Arms switched on and off in all pictures together.
