@@ -311,6 +311,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
     arms = set(metrics["arm"].unique())
     trained = [key for key in keys if key.name in arms]
     found = leaps(runs)
+    alerts = (*leap_sentences(found, runs, words), *growth_sentences(runs, words), *invariance_sentences(runs, words))
     curves = tables.curve_tables(runs, words)
     caption = [words("training.caption")]
     caption += [] if curves else [words("training.no_curve_tables", runs=len(runs))]
@@ -331,7 +332,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
             for group in _pictures(trained)
         ),
         tables=(*([leap_table(found, words)] if found else []), *curves),
-        alerts=(*leap_sentences(found, words), *growth_sentences(runs, words), *invariance_sentences(runs, words)),
+        alerts=alerts,
     )
 
 
