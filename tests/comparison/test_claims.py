@@ -231,6 +231,36 @@ def test_an_effect_that_other_scorers_hardly_see_says_so():
     assert "By the scorer last_number, the difference is −2.0 points" in sentence.en
 
 
+@pytest.mark.parametrize(
+    ("by_number", "english", "chinese"),
+    [
+        (0.15, "Of these, 5.0 points depend on the format of the answers: graded by the last number", "其中 5.0 个"),
+        (0.2, "None of it depends on the format of the answers: graded by the last number", "该差异不取决于答案的格式"),
+        (0.22, "None of it depends on the format of the answers", "该差异不取决于答案的格式"),
+    ],
+)
+def test_a_control_says_how_much_of_its_difference_is_answer_format(by_number, english, chinese):
+    """The control is 80 against 60 % by the study's scorer."""
+    better, worse = np.repeat([[1.0, 0.0]], [240, 60], axis=1), np.repeat([[1.0, 0.0]], [180, 120], axis=1)
+    for treatment, control, sign in ((better, worse, "+"), (worse, better, "−")):
+        by_scorer = {"last_number": by_number if sign == "+" else -by_number, "harness_strict": 0.0}
+        _, sentence = judged(treatment, control, by_scorer=by_scorer, role="control", expected="different")
+        assert english in sentence.en
+        assert f"the difference is {sign}{100 * by_number:.1f} points." in sentence.en
+        assert chinese in sentence.zh
+        _, sentence = judged(treatment, control, by_scorer=by_scorer, expected="different")
+        assert "format of the answers: graded" not in sentence.en, "only of a control"
+
+
+@pytest.mark.parametrize("by_scorer", [{}, {"harness_strict": 0.15}, {"last_number": 0.05}, {"last_number": -0.2}])
+def test_a_control_whose_effect_is_of_the_format_says_it_once(by_scorer):
+    """Nor does one that is graded by the last number itself, or has no numbers."""
+    better, worse = np.repeat([[1.0, 0.0]], [240, 60], axis=1), np.repeat([[1.0, 0.0]], [180, 120], axis=1)
+    _, sentence = judged(better, worse, by_scorer=by_scorer, role="control", expected="higher")
+    assert "graded by the last number" not in sentence.en
+    assert sentence.en.count("format of the answers") == ("last_number" in by_scorer)
+
+
 ROLES = ("primary", "control", "secondary", "secondary", "secondary")
 
 

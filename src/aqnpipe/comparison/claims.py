@@ -20,6 +20,8 @@ from aqnpipe.statistics.sample_sizes import MAX_SEEDS_SEARCHED
 
 _NOTABLE = 0.01
 """Differences below a point are not compared between scorers."""
+_SHOWN = 0.0005
+"""Smaller parts of a difference are shown as 0.0 points."""
 
 _VERDICTS: Mapping[ClaimState, ClaimVerdict] = {
     "open": "not_shown",
@@ -37,6 +39,7 @@ def statements_of(
     """Return the statements of a tested comparison; the first has the numbers."""
     found = [
         _numbers(contrast, scores, estimate, judgement),
+        *_answer_format(contrast, scores, estimate),
         *_parts_of_degradation(contrast, scores, estimate),
         *_other_scorers(scores, estimate),
         *_conclusion(contrast, judgement),
@@ -151,9 +154,27 @@ def _other_scorers(scores: Scores, estimate: Estimate) -> list[Statement]:
     return [
         statement("claim.other_scorer", scorer=scorer, difference=difference)
         for scorer, difference in scores.by_scorer.items()
-        if max(abs(difference), abs(estimate.difference)) >= _NOTABLE
-        and (difference * estimate.difference < 0 or abs(difference) < abs(estimate.difference) / 2)
+        if _is_other(difference, estimate.difference)
     ]
+
+
+def _is_other(difference: float, own: float) -> bool:
+    is_opposite_or_small = difference * own < 0 or abs(difference) < abs(own) / 2
+    return is_opposite_or_small and max(abs(difference), abs(own)) >= _NOTABLE
+
+
+def _answer_format(contrast: Contrast, scores: Scores, estimate: Estimate) -> list[Statement]:
+    """Return how much of a control's difference goes if only the last number of a response counts, in any format.
+
+    Nothing where that scorer is the study's own, or finds another effect, which `_other_scorers` states.
+    """
+    own, by_number = estimate.difference, scores.by_scorer.get("last_number", 0.0)
+    if contrast.comparison.role != "control" or own * by_number <= 0 or _is_other(by_number, own):
+        return []
+    part = abs(own) - abs(by_number)
+    if part < _SHOWN:
+        return [statement("claim.not_answer_format", difference=by_number)]
+    return [statement("claim.answer_format", part=part, difference=by_number)]
 
 
 def _why_not_shown(
