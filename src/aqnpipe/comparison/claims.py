@@ -20,9 +20,6 @@ from aqnpipe.statistics.sample_sizes import MAX_SEEDS_SEARCHED
 
 _NOTABLE = 0.01
 """Differences below a point are not compared between scorers."""
-_SHOWN = 0.0005
-"""Smaller parts of a difference are shown as 0.0 points."""
-
 _VERDICTS: Mapping[ClaimState, ClaimVerdict] = {
     "open": "not_shown",
     "futile": "not_shown",
@@ -172,7 +169,7 @@ def _answer_format(contrast: Contrast, scores: Scores, estimate: Estimate) -> li
     if contrast.comparison.role != "control" or own * by_number <= 0 or _is_other(by_number, own):
         return []
     part = abs(own) - abs(by_number)
-    if part < _SHOWN:
+    if part < 0.0005:  # Shown as 0.0 points.
         return [statement("claim.not_answer_format", difference=by_number)]
     return [statement("claim.answer_format", part=part, difference=by_number)]
 

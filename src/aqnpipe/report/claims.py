@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 
-from aqnpipe.artifacts.comparisons import Claim, ClaimsFile, SeedComparison
+from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import ReportData
@@ -295,20 +295,13 @@ def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Tab
     table = table_of(name, caption, rows, columns, words, num_text_columns=0, max_rows=max_rows)
     if len(claim.seeds) < 2:
         return table
-    counts = [
-        f"{fmean(getattr(seed, name) for seed in claim.seeds):.1f}"
-        for name in ("treatment_better", "control_better", "equal")
-    ]
-    mean = numbers.points(fmean(seed.difference for seed in claim.seeds))
-    foot = Row((words("paired.mean"), *counts, mean, "", ""))
-    is_counted = all(math.isclose(_by_counts(seed), seed.difference, abs_tol=1e-9) for seed in claim.seeds)
+    fields = ("treatment_better", "control_better", "equal", "difference")
+    better, worse, equal, difference = (fmean(getattr(seed, field) for seed in claim.seeds) for field in fields)
+    counts = (f"{mean:.1f}" for mean in (better, worse, equal))
+    foot = Row((words("paired.mean"), *counts, numbers.points(difference), "", ""))
+    is_counted = math.isclose((better - worse) / (better + worse + equal), difference, abs_tol=1e-9)
     notes = [words("paired.note", seeds=len(claim.seeds)), *([] if is_counted else [words("paired.averaged")])]
     return replace(table, foot=(foot,), note=words.paragraph(notes))
-
-
-def _by_counts(seed: SeedComparison) -> float:
-    better, worse = seed.treatment_better, seed.control_better
-    return (better - worse) / (better + worse + seed.equal)
 
 
 def _claim_row(

@@ -136,11 +136,6 @@ def diagnosis_panels(
     return panels, constant
 
 
-def sigma_bars(table: pl.DataFrame, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
-    """Return the sigmas of several strategies as bars over the layers; columns strategy, layer and sigma."""
-    return _bars(_told(table, "sigma", "strategy", words("depth.sigma"), words), "strategy", keys, title, words)
-
-
 def _lines(
     layers: pl.DataFrame, column: str, keys: Sequence[SeriesKey], fault_layers: Sequence[int], words: Words
 ) -> alt.TopLevelMixin:
@@ -215,7 +210,8 @@ def _panel(diagnosis: Diagnosis, keys: Sequence[SeriesKey], words: Words) -> Pan
             for layer, sigma in sorted(file.aqn.layer_sigmas.items())
         ]
     )
-    return sigma_bars(table, keys, words("diagnosis.strategies_of", machine=diagnosis.machine), words)
+    title, told = words("diagnosis.strategies_of", machine=diagnosis.machine), words("depth.sigma")
+    return _bars(_told(table, "sigma", "strategy", told, words), "strategy", keys, title, words)
 
 
 def guidance_sentences(arms: Mapping[str, Arm], diagnoses: Sequence[Diagnosis], words: Words) -> list[str]:

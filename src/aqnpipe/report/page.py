@@ -6,11 +6,13 @@ from typing import TypeVar
 
 import polars as pl
 
+from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
 from aqnpipe.report import charts, diagnosis, faults, machines, published, receipts, tables, training
 from aqnpipe.report.charts import SeriesKey
+from aqnpipe.report.claims import MAX_CLAIMS_PER_LOOK, claim_text, look_table
 from aqnpipe.report.inputs import Cost, Diagnosis, Evaluated, ReportData, Run
 from aqnpipe.report.machines import MachineScale
 from aqnpipe.report.tables import Figure, PanelGroup, Part, RunLink, Section, Table, table_of
@@ -211,6 +213,22 @@ def cost_figure(study: Study, data: ReportData, words: Words) -> Figure | None:
         tables=(cost_table(data.runs, data.evaluations, words),),
         is_open=True,
     )
+
+
+def look_figure(claims: ClaimsFile, words: Words) -> Figure | None:
+    """Return the claims over the looks of a study that adds seeds, as pictures and a table; None with fixed seeds."""
+    table = look_table(claims, words)
+    if table is None:
+        return None
+    # A claim that ended has the values of its last look at the later ones.
+    tested = [one for look in claims.looks for one in look.claims if one.look == look.look and one.ci_low is not None]
+    panels = [
+        charts.look_panel(looks, claim_text(claim, words), words)
+        for claim in claims.claims[:MAX_CLAIMS_PER_LOOK]
+        if (looks := [one for one in tested if one.comparison_id == claim.comparison_id])
+    ]
+    caption = words("looks.caption", shown=len(panels), all=len(claims.claims))
+    return Figure(caption, (PanelGroup(panels),), (table,), is_open=True)
 
 
 def training_table(runs: Sequence[Run]) -> pl.DataFrame:

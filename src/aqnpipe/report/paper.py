@@ -118,14 +118,15 @@ def export_paper(
 
 def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[str, Figure | None, list[Table]]]:
     overview = claims.claims_overview(study, data, words)
-    looks = claims.look_table(data.claims, words)
+    looks = page.look_figure(data.claims, words)
     forest = claims_panel(overview, data.comparisons, words)
-    drawn = None if forest is None else Figure(caption="", groups=(PanelGroup([forest]),), tables=())
+    groups = (*([PanelGroup([forest])] if forest else []), *(looks.groups if looks else ()))
+    drawn = Figure(caption="", groups=groups, tables=())
     paired = [row.paired for row in overview.rows if row.paired is not None]
     columns = "family claim verdict:verdict. difference interval in_words=sentence"
     rows, caption = map(vars, overview.rows), words("claims.label")
     verdicts = table_of("verdicts", caption, rows, columns, words, num_text_columns=3)
-    own = [verdicts, _arm_table(study, data, words), *([looks] if looks else []), *paired]
+    own = [verdicts, _arm_table(study, data, words), *(looks.tables if looks else ()), *paired]
     yield "claims", drawn, own
     for section in page.sections(study, data, machine_scales(study, data, words), words):
         for stem, found in section.exported():

@@ -89,7 +89,7 @@ def _render(
         overview=overview,
         left_out=lambda verdicts: claims.left_out_claims(verdicts, words),
         answer=claims.answer_text(data.claims, words),
-        looks=claims.look_table(data.claims, words),
+        looks=page.look_figure(data.claims, words),
         summary=summary_line((row.verdict for row in overview.rows), words),
         sections=page.sections(study, data, scales, words),
         explored=explored,
