@@ -235,8 +235,8 @@ def test_an_effect_that_other_scorers_hardly_see_says_so():
     ("by_number", "english", "chinese"),
     [
         (0.15, "Of these, 5.0 points depend on the format of the answers: graded by the last number", "其中 5.0 个"),
-        (0.2, "None of it depends on the format of the answers: graded by the last number", "该差异不取决于答案的格式"),
-        (0.22, "None of it depends on the format of the answers", "该差异不取决于答案的格式"),
+        (0.2, "Of these, 0.0 points depend on the format of the answers: graded by the last number", "其中 0.0 个"),
+        (0.22, "Of these, 0.0 points depend on the format of the answers", "其中 0.0 个"),
     ],
 )
 def test_a_control_says_how_much_of_its_difference_is_answer_format(by_number, english, chinese):

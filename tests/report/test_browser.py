@@ -627,7 +627,7 @@ def test_axe_finds_nothing_in_the_pages_of_the_viewer(browser, built, tmp_path):
     try:
         page = context.new_page()
         page.goto(f"http://127.0.0.1:{server.server_address[1]}/?token={server.token}")
-        for path in ("/", "/question/q00003", "/search?q=what"):
+        for path in ("/", "/question/q00003", "/search?q=what", "/pair?treatment=E5&control=baseline&level=0.1"):
             page.goto(f"http://127.0.0.1:{server.server_address[1]}{path}")
             assert page.evaluate("document.documentElement.scrollWidth") == 390
             page.evaluate(Path(script, "axe.min.js").read_text(encoding="utf-8"))

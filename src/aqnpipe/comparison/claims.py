@@ -168,10 +168,7 @@ def _answer_format(contrast: Contrast, scores: Scores, estimate: Estimate) -> li
     own, by_number = estimate.difference, scores.by_scorer.get("last_number", 0.0)
     if contrast.comparison.role != "control" or own * by_number <= 0 or _is_other(by_number, own):
         return []
-    part = abs(own) - abs(by_number)
-    if part < 0.0005:  # Shown as 0.0 points.
-        return [statement("claim.not_answer_format", difference=by_number)]
-    return [statement("claim.answer_format", part=part, difference=by_number)]
+    return [statement("claim.answer_format", part=max(abs(own) - abs(by_number), 0.0), difference=by_number)]
 
 
 def _why_not_shown(
