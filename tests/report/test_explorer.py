@@ -8,7 +8,6 @@ from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.analysis import ArmPair
 from aqnpipe.report.explorer import MAX_QUESTIONS_PER_GROUP, MAX_RESPONSE_CHARACTERS, explored_pair, explorer, flips
 from aqnpipe.report.inputs import read_inputs
-from aqnpipe.report.words import load_words
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +54,16 @@ def test_a_degradation_between_arms_is_explored_where_it_is_the_first(built, dat
     assert explored_pair(built.study, changes).treatment == "srdd_guided"
 
 
-def test_the_noise_seed_of_the_responses_is_named(built, data):
-    for level, where in ((0.1, "at 10 % noise (noise seed 0)"), (0.0, "without noise")):
-        pair = ArmPair(treatment="srdd_guided", control="E5b", noise_level=level)
-        found = flips(pair, built.study, data)
-        assert set(found[0]["noise_seed"]) == {0}
-        assert explorer(pair, *found).where(load_words("en")).replace("\u00a0", " ") == where
+def test_the_noise_seed_of_the_responses_is_named(built, data, synthetic, tmp_path):
+    named = built.study.model_dump()["config"]["report"]
+    for level, text in ((0.1, "at 10 % noise: they disagree"), (0.0, "without noise: they disagree")):
+        pair = {"treatment": "srdd_guided", "control": "E5b", "noise_level": level}
+        html = built.build(study=synthetic.study(report=named | {"explore": pair}), into=tmp_path).html
+        found = flips(ArmPair(**pair), built.study, data)[0]
+        assert set(found["noise_seed"]) == {0}
+        part = html.replace("\u00a0", " ").split('<section id="explorer">')[1]
+        assert f"srdd_guided against E5b, {text}" in part
+        assert ("All of noise seed 0." in part) == (level > 0)
 
 
 @pytest.mark.parametrize(("treatment", "control", "level"), [("E5b", "E5", 0.0), ("srdd_guided", "E5b", 0.1)])

@@ -286,9 +286,8 @@ def look_panel(looks: Sequence[ClaimAtLook], claim: str, words: Words) -> Panel:
         interval = words.span(row["ci_low"], row["ci_high"], numbers.points)
         return described("", words("mark.look", seeds=row["seeds"], difference=row["difference"], interval=interval))
 
-    names = {"seeds", "difference", "ci_low", "ci_high"}
-    rows = told(pl.DataFrame([look.model_dump(include=names) for look in looks]), about)
-    rows, title = rows.with_columns(pl.col("difference", "ci_low", "ci_high") * 100), words("axis.difference")
+    rows = pl.DataFrame([look.model_dump(include={"seeds", "difference", "ci_low", "ci_high"}) for look in looks])
+    rows, title = told(rows, about).with_columns(pl.col("difference", "^ci_.*$") * 100), words("axis.difference")
     x = alt.X("seeds:Q").title(words("column.seeds_at_look")).scale(zero=False, padding=20)
     base = base_chart(rows).encode(x.axis(grid=False, format="d", values=rows["seeds"].to_list()))
     zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)

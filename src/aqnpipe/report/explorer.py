@@ -11,7 +11,7 @@ from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.study import Study
 from aqnpipe.report.inputs import Evaluated, ReportData
 from aqnpipe.report.responses import first_pass
-from aqnpipe.report.words import Words, at_noise, clipped
+from aqnpipe.report.words import clipped
 
 MAX_QUESTIONS_PER_GROUP = 15
 MAX_QUESTION_CHARACTERS = 700
@@ -56,19 +56,9 @@ class Explorer:
         """The number of questions that flip equally often in both directions, which are in no group."""
         return self.num_flipped - sum(group["num_questions"] for group in self.groups)
 
-    def where(self, words: Words) -> str:
-        """Return the noise of the responses: its level and its seed, or that there is none."""
-        level = self.pair.noise_level
-        if not level or self.noise_seed is None:
-            return at_noise(level, words)
-        return words("explorer.noise_seed", level=level, noise_seed=self.noise_seed)
-
 
 def explored_pair(study: Study, comparisons: pl.DataFrame) -> ArmPair | None:
-    """Return the pair that the study names, else that of its primary claim, else of its first valid comparison of arms.
-
-    None if there is none: a claim about one arm at two levels has no pair.
-    """
+    """Return the pair that the study names, else of its primary claim, else of its first valid one of arms, if any."""
     if study.config.report.explore is not None:
         return study.config.report.explore
     between = comparisons.filter((pl.col("kind") != "levels") & (pl.col("verdict") != "invalid"))
@@ -125,7 +115,8 @@ def explorer(pair: ArmPair, flipped: pl.DataFrame, num_questions: int, num_seeds
         won = by_question.filter(wanted).sort(pl.col("net").abs(), "question_id", descending=[True, False])
         shown = [_question(flipped, name, side) for name in won["question_id"].head(MAX_QUESTIONS_PER_GROUP)]
         groups.append({"winner": getattr(pair, side), "num_questions": len(won), "shown": shown, "slug": side})
-    return Explorer(pair, flipped["noise_seed"].first(), num_seeds, num_questions, by_question.height, tuple(groups))
+    noise_seed = next(iter(flipped["noise_seed"]), None)
+    return Explorer(pair, noise_seed, num_seeds, num_questions, by_question.height, tuple(groups))
 
 
 def _question(flipped: pl.DataFrame, question_id: str, winner: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from aqnpipe.report.claims import summary_line
 from aqnpipe.report.inputs import ReportData, ReportInputs, read_inputs
 from aqnpipe.report.markup import inline, page_template
 from aqnpipe.report.summary import readme, render_summary
-from aqnpipe.report.words import Words, load_words
+from aqnpipe.report.words import Words, at_noise, load_words
 
 __all__ = ["ReportOutputs", "build_report"]
 
@@ -83,7 +83,7 @@ def _render(
         title=words.own(study.config.report.title, study.config.report.title_zh),
         question=words.own(study.config.report.question, study.config.report.question_zh),
         arm_table=tables.arm_table(study, page.last_steps(data.accuracy), words),
-        facts=_facts(study, data, words),
+        facts=facts(study, data, words),
         power=study.config.statistics.power,
         data=data,
         overview=overview,
@@ -93,7 +93,7 @@ def _render(
         summary=summary_line((row.verdict for row in overview.rows), words),
         sections=page.sections(study, data, scales, words),
         explored=explored,
-        explored_where=explored.where(words) if explored else "",
+        explored_where=at_noise(explored.pair.noise_level, words) if explored else "",
         explored_limit=explorer.MAX_QUESTIONS_PER_GROUP,
         max_rows=tables.MAX_ROWS_ON_PAGE,
         colour_of=markup.palette_position,
@@ -101,7 +101,8 @@ def _render(
     )
 
 
-def _facts(study: Study, data: ReportData, words: Words) -> str:
+def facts(study: Study, data: ReportData, words: Words) -> str:
+    """Return the sizes of the study: arms, seeds, steps, questions and noise levels."""
     questions = numbers.count(data.accuracy["num_questions"].max())  # type: ignore[arg-type]
     arms, levels = len(study.config.arms), len(study.config.evaluation.all_levels())
     if not study.has_training:

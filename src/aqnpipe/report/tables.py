@@ -131,7 +131,7 @@ def table_of(
     *,
     num_text_columns: int = 1,
     note: str = "",
-    **more: int,
+    **more: Any,
 ) -> Table:
     """Return a table of `rows` with the given columns.
 
