@@ -63,7 +63,7 @@ def test_the_noise_seed_of_the_responses_is_named(built, data, synthetic, tmp_pa
         assert set(found["noise_seed"]) == {0}
         part = html.replace("\u00a0", " ").split('<section id="explorer">')[1]
         assert f"srdd_guided against E5b, {text}" in part
-        assert ("All of noise seed 0." in part) == (level > 0)
+        assert ("All responses are those to noise seed 0." in part) == (level > 0)
 
 
 @pytest.mark.parametrize(("treatment", "control", "level"), [("E5b", "E5", 0.0), ("srdd_guided", "E5b", 0.1)])

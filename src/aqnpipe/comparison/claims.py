@@ -20,6 +20,7 @@ from aqnpipe.statistics.sample_sizes import MAX_SEEDS_SEARCHED
 
 _NOTABLE = 0.01
 """Differences below a point are not compared between scorers."""
+
 _VERDICTS: Mapping[ClaimState, ClaimVerdict] = {
     "open": "not_shown",
     "futile": "not_shown",
@@ -161,14 +162,14 @@ def _is_other(difference: float, own: float) -> bool:
 
 
 def _answer_format(contrast: Contrast, scores: Scores, estimate: Estimate) -> list[Statement]:
-    """Return how much of a control's difference goes if only the last number of a response counts, in any format.
+    """Return how much of a control's difference is answer format: what goes if the last number of a response counts.
 
     Nothing where that scorer is the study's own, or finds another effect, which `_other_scorers` states.
     """
     own, by_number = estimate.difference, scores.by_scorer.get("last_number", 0.0)
     if contrast.comparison.role != "control" or own * by_number <= 0 or _is_other(by_number, own):
         return []
-    return [statement("claim.answer_format", part=max(abs(own) - abs(by_number), 0.0), difference=by_number)]
+    return [statement("claim.answer_format", part=own - by_number, difference=by_number)]
 
 
 def _why_not_shown(

@@ -90,7 +90,7 @@ class Responses:
 
     def pair(self, treatment: str, control: str, level: str) -> dict[str, Any]:
         """Return two arms at a level as a comparison; DataError unless both were evaluated, of one model and seed."""
-        is_single, levels = PRETRAINED in (treatment, control), {str(each): each for each in self.levels()}
+        is_single, levels = PRETRAINED in (treatment, control), {str(each): each for each in self.levels}
         first, second = (
             {(one.model, is_single or one.seed) for one in self.checkpoints if one.arm == arm}
             for arm in (treatment, control)
@@ -138,6 +138,7 @@ class Responses:
         found = list(dict.fromkeys(checkpoint.arm for checkpoint in self.checkpoints))
         return sorted(found, key=lambda arm: arm != PRETRAINED)
 
+    @cached_property
     def levels(self) -> list[float]:
         """The noise levels of the evaluations."""
         return sorted(_collect(self._rows().select(pl.col("noise_level").unique()))["noise_level"].to_list())
@@ -311,7 +312,7 @@ class ResponsePages:
         more = _more("/", start, len(table))
         heading = words("view.questions", count=len(table))
         listed = _listed(heading, (words("column.id"), words("column.question")), rows, more)
-        levels = {str(level): words.level(level) for level in self._responses.levels()}
+        levels = {str(level): words.level(level) for level in self._responses.levels}
         claims = self._claims() if start == 0 else []
         return self._render(words("view.title"), listed=listed, claims=claims, arms=self._responses.arms, levels=levels)
 
