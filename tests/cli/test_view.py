@@ -170,11 +170,75 @@ def test_the_first_page_lists_claims_and_questions(get, results):
 def test_a_claim_lists_the_questions_of_its_paired_tables(get, results):
     responses = Responses(results)
     for claim in (claim for claim in responses.claims if claim.seeds):
-        changed = responses.changed_by(claim.comparison_id, "strict")
+        changed = responses.changed_by(responses.comparison(claim.comparison_id), "strict")
         assert changed["treatment"].sum() == sum(seed.treatment_better for seed in claim.seeds)
         assert changed["control"].sum() == sum(seed.control_better for seed in claim.seeds)
         body = get(f"/claim/{quote(claim.comparison_id, safe='')}")[2]
         assert all(f"/question/{name}?" in body for name in changed["question_id"])
+
+
+def listed(body):
+    """The heads and the rows of the list of questions, without the title of the page."""
+    return body.partition("<h2>")[2]
+
+
+def test_any_two_arms_are_compared_as_the_sides_of_a_claim_are(get, results):
+    """Also one that no claim names, in the other direction: what the treatment had better, the control has."""
+    claims = {one["comparison_id"]: one for one in Responses(results).comparisons.values() if one["kind"] == "arms"}
+    assert claims
+    for name, row in claims.items():
+        query = f"treatment={row['treatment']}&control={row['control']}&level={row['treatment_level']}"
+        status, _, body = get(f"/pair?{query}")
+        assert status == 200
+        assert f"{row['treatment']} against {row['control']}, " in body
+        assert listed(body) == listed(get(f"/claim/{quote(name, safe='')}")[2]) != ""
+        swapped = Responses(results).pair(row["control"], row["treatment"], str(row["treatment_level"]))
+        first, second = (Responses(results).changed_by(one, "strict") for one in (row, swapped))
+        assert first["treatment"].to_list() == second["control"].to_list()
+        assert first["control"].to_list() == second["treatment"].to_list()
+    body = get("/pair?treatment=E5&control=baseline&level=0.05")[2]
+    assert "E5 against baseline, at 5\u00a0% noise" in body
+    assert "seeds where E5 5\u00a0% is better" in body
+
+
+def test_the_first_page_offers_all_arms_and_levels(get):
+    body = get("/")[2]
+    form = body.split('<form action="/pair">')[1].split("</form>")[0]
+    options = re.findall(r"<option[^>]*>([^<]*)", form)
+    assert options == [*["pretrained", "E5", "baseline"] * 2, "0\u00a0%", "5\u00a0%", "10\u00a0%"]
+    assert re.findall(r'value="([^"]*)"', form) == ["0.0", "0.05", "0.1"]
+    assert re.findall(r"<option selected>([^<]*)", form) == ["baseline"], "the first pair is one of two arms"
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "treatment=E5&control=E5&level=0.0",
+        "treatment=E6&control=E5&level=0.0",
+        "treatment=E5&control=baseline&level=0.2",
+        "treatment=E5&control=baseline",
+        "treatment=E5&level=0.0",
+        "",
+    ],
+)
+def test_a_pair_that_was_not_evaluated_is_one_line(get, query):
+    status, _, body = get(f"/pair?{query}")
+    assert status == 404
+    assert "expected two of pretrained, E5, baseline, with runs of one model and seed, and a level of 0.0, 0.05" in body
+
+
+@pytest.mark.parametrize(("model", "seed", "is_pair"), [("base", 0, True), ("base", 1, False), ("other", 0, False)])
+def test_two_arms_without_a_seed_of_a_model_in_common_are_no_pair(tmp_path, results, model, seed, is_pair):
+    """An empty list would say that they answer every question alike."""
+    for name, place in (("E5", "base/E5/seed0"), ("baseline", f"{model}/baseline/seed{seed}")):
+        (tmp_path / "eval" / place).mkdir(parents=True)
+        source = next((results / "eval" / "base" / name / "seed0").glob("*.parquet"))
+        (tmp_path / "eval" / place / source.name).write_bytes(source.read_bytes())
+    if is_pair:
+        assert Responses(tmp_path).pair("E5", "baseline", "0.05")["model"] == "base"
+        return
+    with pytest.raises(DataError, match="runs of one model and seed"):
+        Responses(tmp_path).pair("E5", "baseline", "0.05")
 
 
 def test_a_question_shows_all_arms_seeds_and_levels_with_the_answers_of_all_scorers(get, results):

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from xml.etree import ElementTree
 
 import polars as pl
 import pytest
@@ -11,6 +12,7 @@ from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.view import open_server
 
 AXE = "axe_playwright_python"
+ARMS = ["baseline", "E5", "E5b", "srdd_guided"]
 
 
 class Visit:
@@ -123,6 +125,26 @@ def test_a_phone_scrolls_only_down(visit, built, opened):
     if opened:
         seen.open_all()
     assert seen.width_needed() == 390
+
+
+def test_the_accuracies_of_all_levels_are_seen_on_a_phone_and_the_ranges_beside_it(visit, built):
+    phone = visit(built.page, viewport={"width": 390, "height": 740}).page
+    heads = phone.locator("table[data-table='arms'] thead th")
+    assert heads.nth(3).inner_text().startswith("10")
+    box = heads.nth(3).bounding_box()
+    assert box["x"] + box["width"] <= 390
+    wide = visit(built.page).page
+    texts = [
+        page.locator("table[data-table='arms']").locator("caption, #arm-E5b td:nth-child(4)").all_inner_texts()
+        for page in (phone, wide)
+    ]
+    means = pl.read_parquet(built.folder / "accuracy.parquet").filter(
+        pl.col("arm") == "E5b", pl.col("noise_level") == 0.1
+    )["accuracy"]
+    assert texts[0][0].endswith("mean over seeds")
+    assert texts[1][0].endswith("mean over seeds (lowest to highest)")
+    assert shows(texts[0][1], means.mean())
+    assert texts[1][1].startswith(f"{texts[0][1]} (")
 
 
 @pytest.mark.parametrize(
@@ -456,6 +478,27 @@ def test_a_table_that_is_cut_off_on_a_phone_has_a_cue(visit, built):
     assert "gradient" in region.evaluate("e => getComputedStyle(e).backgroundImage")
 
 
+def test_reasons_of_diagnoses_are_folded_below_their_verdicts(visit, built):
+    seen = visit(built.page)
+    assert [row[:4] for row in seen.rows("diagnosis-verdicts")] == [
+        ["device", "none", "healthy", "right"],
+        [
+            "target",
+            "dead zone (layer 3, site layer_output, magnitude 0.05, sparsity 1.0)",
+            "dead zone, layer 3",
+            "right",
+        ],
+    ]
+    reasons = seen.page.locator("table[data-table='diagnosis-reasons']")
+    assert not reasons.is_visible()
+    seen.page.locator("#diagnosis details > summary").first.click()
+    assert reasons.is_visible()
+    assert seen.rows("diagnosis-reasons") == [
+        ["device", "no scan passed its threshold"],
+        ["target", "21 % of the outputs of layer 3 are exactly 0"],
+    ]
+
+
 def test_ticks_of_steps_are_whole(visit, built):
     page = visit(built.page).page
     titles = page.locator("#training .panels > div").evaluate_all(
@@ -531,6 +574,32 @@ def test_a_figure_is_enlarged_by_the_keyboard_and_put_back(visit, built):
     assert not page.locator("#tip").is_visible()
 
 
+@pytest.mark.parametrize(("scheme", "card", "blue"), [("light", "#fff", "#0072b2"), ("dark", "#1b2027", "#5aafe6")])
+def test_a_figure_is_downloaded_in_the_colours_of_the_page_with_the_legend_of_what_it_shows(
+    visit, built, tmp_path, scheme, card, blue
+):
+    seen = visit(built.page, color_scheme=scheme)
+    seen.page.locator("#training .legend button", has_text="E5b").click()
+    panel = seen.page.locator("#training .panels > div").first
+    button = panel.locator("h3 button").nth(1)
+    assert button.get_attribute("aria-label").startswith("Download as SVG: ")
+    with seen.page.expect_download() as download:
+        button.click()
+    assert download.value.suggested_filename == "Reward-mean-of-5-steps.svg"
+    download.value.save_as(tmp_path / "figure.svg")
+    assert seen.messages == [], "the policy of the page allows it"
+    assert {url.partition(":")[0] for url in seen.requests} <= {"file", "blob"}
+    root = ElementTree.parse(tmp_path / "figure.svg").getroot()
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text in ARMS] == ["baseline", "E5", "srdd_guided"]
+    attributes = [value for node in root.iter() for value in node.attrib.values()]
+    assert {card, blue} <= set(attributes)
+    assert not [value for value in attributes if "var(" in value or value == "E5b"]
+    width, height = map(float, panel.locator("svg").get_attribute("viewBox").split()[2:])
+    assert (float(root.get("width")), float(root.get("height"))) == (width, height + 3 * 16 + 8)
+    assert panel.locator("[data-s='E5b']").count() > 0, "the page keeps what the file leaves out"
+
+
 @pytest.mark.slow
 def test_axe_finds_nothing_in_an_enlarged_figure(visit, built):
     script = pytest.importorskip(AXE).__path__[0]
@@ -558,7 +627,7 @@ def test_axe_finds_nothing_in_the_pages_of_the_viewer(browser, built, tmp_path):
     try:
         page = context.new_page()
         page.goto(f"http://127.0.0.1:{server.server_address[1]}/?token={server.token}")
-        for path in ("/", "/question/q00003", "/search?q=what"):
+        for path in ("/", "/question/q00003", "/search?q=what", "/pair?treatment=E5&control=baseline&level=0.1"):
             page.goto(f"http://127.0.0.1:{server.server_address[1]}{path}")
             assert page.evaluate("document.documentElement.scrollWidth") == 390
             page.evaluate(Path(script, "axe.min.js").read_text(encoding="utf-8"))

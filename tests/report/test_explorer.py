@@ -23,6 +23,49 @@ def test_the_first_comparison_of_arms_is_explored_unless_the_study_names_a_pair(
     assert explored_pair(built.study, data.comparisons.clear()) is None
 
 
+def with_primary(comparisons, name, **values):
+    """The comparisons, of which that of the id `name` is primary and has further values."""
+    values = {"role": "primary"} | values
+    chosen = pl.col("comparison_id") == name
+    return comparisons.with_columns(
+        pl.when(chosen).then(pl.lit(value)).otherwise(pl.col(column)).alias(column) for column, value in values.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("primary", "values", "expected"),
+    [
+        ("srdd_guided-vs-E5b@0.1", {}, ("srdd_guided", "E5b", 0.1)),
+        ("srdd_guided-vs-E5b@0.1", {"kind": "degradation"}, ("srdd_guided", "E5b", 0.1)),
+        ("srdd_guided-vs-E5b@0.1", {"verdict": "invalid"}, ("baseline", "pretrained", 0.0)),
+        ("E5b@0.1-vs-0", {}, ("baseline", "pretrained", 0.0)),
+    ],
+)
+def test_the_pair_of_the_primary_claim_is_explored(built, data, primary, values, expected):
+    assert primary in set(data.comparisons["comparison_id"])
+    pair = explored_pair(built.study, with_primary(data.comparisons, primary, **values))
+    assert (pair.treatment, pair.control, pair.noise_level) == expected
+
+
+def test_a_degradation_between_arms_is_explored_where_it_is_the_first(built, data):
+    only = data.comparisons.filter(pl.col("comparison_id").is_in(["baseline@0.1-vs-0", "srdd_guided-vs-E5b@0.1"]))
+    assert len(only) == 2
+    changes = with_primary(only, "srdd_guided-vs-E5b@0.1", role="secondary", kind="degradation")
+    assert explored_pair(built.study, changes).treatment == "srdd_guided"
+
+
+def test_the_noise_seed_of_the_responses_is_named(built, data, synthetic, tmp_path):
+    named = built.study.model_dump()["config"]["report"]
+    for level, text in ((0.1, "at 10 % noise: they disagree"), (0.0, "without noise: they disagree")):
+        pair = {"treatment": "srdd_guided", "control": "E5b", "noise_level": level}
+        html = built.build(study=synthetic.study(report=named | {"explore": pair}), into=tmp_path).html
+        found = flips(ArmPair(**pair), built.study, data)[0]
+        assert set(found["noise_seed"]) == {0}
+        part = html.replace("\u00a0", " ").split('<section id="explorer">')[1]
+        assert f"srdd_guided against E5b, {text}" in part
+        assert ("All responses are those to noise seed 0." in part) == (level > 0)
+
+
 @pytest.mark.parametrize(("treatment", "control", "level"), [("E5b", "E5", 0.0), ("srdd_guided", "E5b", 0.1)])
 def test_flips_are_those_of_the_tables_by_seed(built, data, treatment, control, level):
     """Without noise there is one draw: counts per seed equal those that the compare stage computed by itself."""

@@ -76,6 +76,60 @@ def test_figures_are_in_colours_of_their_own_with_a_legend(written):
     assert ">E5b</text>" in svg
 
 
+def texts_of(folder, pattern):
+    svg = next(folder.glob(f"figures/{pattern}.svg")).read_text()
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def test_figures_are_as_wide_as_the_columns_of_a_journal_and_keep_their_proportions(written):
+    folder, _ = written
+    widths = {}
+    for path in folder.glob("figures/*.svg"):
+        width, height, box = re.search(
+            r'width="([\d.]+)mm" height="([\d.]+)mm" viewBox="([^"]+)"', path.read_text()
+        ).groups()
+        widths[path.stem] = float(width)
+        _, _, pixels, pixels_high = map(float, box.split())
+        assert float(height) / float(width) == pytest.approx(pixels_high / pixels, rel=1e-3)
+        media = re.search(rb"/MediaBox \[([^\]]*)\]", path.with_suffix(".pdf").read_bytes())[1].split()
+        assert [float(side) / 72 * 25.4 for side in media[2:]] == pytest.approx([float(width), float(height)], abs=0.02)
+    assert set(widths.values()) == {89, 183}
+    assert widths["claims-1-claims-and-verdicts"] == 183
+    assert widths["accuracy-1-without-noise"] == 89
+
+
+def test_figures_have_no_gridlines_and_those_of_a_group_have_letters(written):
+    folder, _ = written
+    figures = list(folder.glob("figures/*.svg"))
+    assert any("role-axis-label" in path.read_text() for path in figures)
+    assert not [path for path in figures if "role-axis-grid" in path.read_text()]
+    letters = [texts_of(folder, f"accuracy-{number}-*")[-1] for number in (1, 2, 3)]
+    assert letters == ["a", "b", "c"]
+    assert "a" not in texts_of(folder, "claims-*")
+
+
+def test_a_legend_names_what_is_drawn_and_nothing_else(written):
+    """The difference to the baseline has no baseline, and without AQN there is no sigma."""
+    folder, _ = written
+    arms = {"pretrained", "baseline", "E5", "E5b", "srdd_guided"}
+    assert arms & set(texts_of(folder, "robustness-1-*")) == {"E5", "E5b", "srdd_guided"}
+    assert arms & set(texts_of(folder, "robustness-2-*")) == arms
+    assert arms & set(texts_of(folder, "training-*-aqn-sigma-*")) == {"E5b", "srdd_guided"}
+
+
+def test_captions_have_the_numbers_of_every_figure(written, built):
+    folder, _ = written
+    captions = (folder / "figures" / "captions.md").read_text().replace("\u00a0", " ")
+    assert captions.startswith("Arms: 4, seeds per arm: 2, optimiser steps: 60, questions: 200, noise levels: 3\n\n")
+    assert all(f"{path.stem}: " in captions.replace("\\_", "_") for path in folder.glob("figures/*.svg"))
+    claims = captions.split("\n\n")[1]
+    rows = pl.read_parquet(built.folder / "comparisons.parquet")
+    assert claims.count("2 seeds, 200 questions") == len(rows) == 6
+    exact = [f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}" for p in rows["p_value"] if p >= 0.001]
+    assert exact
+    assert all(text in claims for text in exact)
+
+
 def test_verdicts_come_with_their_reasons(written, built):
     folder, _ = written
     rows = list(csv.reader((folder / "tables" / "claims-verdicts.csv").open()))

@@ -9,19 +9,56 @@ from aqnpipe.report.training import leap_sentences, leap_table, leaps, smoothed_
 from aqnpipe.report.words import load_words
 
 
-def run(kl, loss=None):
+def run(kl, loss=None, validations=None):
     steps = range(1, len(kl) + 1)
-    table = pl.DataFrame({"step": steps, "kl": kl, "loss": loss or [0.0] * len(kl)})
+    table = pl.DataFrame(
+        {
+            "step": steps,
+            "kl": kl,
+            "loss": loss or [0.0] * len(kl),
+            "validation_accuracy": [(validations or {}).get(step) for step in steps],
+        },
+        schema_overrides={"validation_accuracy": pl.Float64},
+    )
     return SimpleNamespace(model="base", arm="E5", seed=1, metrics=table)
 
 
 def test_a_spike_is_one_leap_at_its_step():
-    found = leaps([run([0.1, 0.2] * 10 + [73.0] + [0.1, 0.2] * 10)])
+    runs = [run([0.1, 0.2] * 10 + [73.0] + [0.1, 0.2] * 10)]
+    found = leaps(runs)
     assert [(leap.metric, leap.step, leap.value) for leap in found] == [("kl", 21, 73.0)]
     assert found[0].usual in (0.1, 0.2)
-    sentences = leap_sentences(found, load_words("en"))
+    sentences = leap_sentences(found, runs, load_words("en"))
     assert sentences == [f"KL of E5 seed 1 jumps to 73 at step 21; the steps around it are at {found[0].usual}."]
     assert leap_table(found, load_words("zh")).rows[0].cells[:3] == ("E5 种子 1", "KL 散度", "21")
+
+
+SPIKE = [0.1, 0.2] * 10 + [73.0] + [0.1, 0.2] * 10
+
+
+@pytest.mark.parametrize(
+    ("validations", "text"),
+    [
+        # From 0.4 to 0.5 before the leap, 0.5 to 0.48 over it, 0.48 to 0.45 after it.
+        (
+            {9: 0.4, 19: 0.5, 29: 0.48, 39: 0.45},
+            "Validation accuracy is 50.0 % after step 19 and 48.0 % after step 29. Between other neighbouring "
+            "validations of the run it changes by −3.0 to +10.0 points.",
+        ),
+        # The policy whose KL is measured at step 21 is that after step 20.
+        ({19: 0.5, 20: 0.1}, "Validation accuracy is 50.0 % after step 19 and 10.0 % after step 20."),
+        ({10: 0.4, 19: 0.5}, None),
+        ({20: 0.5, 41: 0.4}, None),
+        ({}, None),
+    ],
+)
+def test_a_leap_comes_with_the_validations_around_it(validations, text):
+    runs = [run([0.0] * 41), run(SPIKE, validations=validations)]
+    runs[0].seed = 0
+    (leap,) = found = leaps(runs)
+    (sentence,) = leap_sentences(found, runs, load_words("en"))
+    assert leap.step == 21
+    assert sentence.replace("\u00a0", " ").split(f"are at {leap.usual}.")[1].strip() == (text or "")
 
 
 @pytest.mark.parametrize(
@@ -43,9 +80,10 @@ def test_more_leaps_than_are_told_are_counted():
     kl = [0.1] * 60
     for step in (10, 22, 34, 46, 58):
         kl[step] = 10.0 + step
-    found = leaps([run(kl)])
+    runs = [run(kl)]
+    found = leaps(runs)
     assert [leap.step for leap in found] == [59, 47, 35, 23, 11]
-    assert leap_sentences(found, load_words("en"))[-1] == "2 more jumps are listed in the numbers below."
+    assert leap_sentences(found, runs, load_words("en"))[-1] == "2 more jumps are listed in the numbers below."
 
 
 def test_the_line_of_kl_passes_below_a_spike_and_that_of_the_reward_is_a_mean():

@@ -22,7 +22,7 @@ def export(
 ) -> None:
     """Write every figure and table of a study's report as files for a paper.
 
-    Figures are in the colours of the light page, with a legend. LaTeX tables need the packages booktabs and longtable.
+    Figures are 89 or 183 mm wide, with captions in captions.md. LaTeX tables need the packages booktabs and longtable.
     """
     from aqnpipe.report.inputs import inputs_of, read_inputs
     from aqnpipe.report.paper import FigureFormat, TableFormat, export_paper

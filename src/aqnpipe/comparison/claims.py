@@ -37,6 +37,7 @@ def statements_of(
     """Return the statements of a tested comparison; the first has the numbers."""
     found = [
         _numbers(contrast, scores, estimate, judgement),
+        *_answer_format(contrast, scores, estimate),
         *_parts_of_degradation(contrast, scores, estimate),
         *_other_scorers(scores, estimate),
         *_conclusion(contrast, judgement),
@@ -157,9 +158,24 @@ def _other_scorers(scores: Scores, estimate: Estimate) -> list[Statement]:
     return [
         statement("claim.other_scorer", scorer=scorer, difference=difference)
         for scorer, difference in scores.by_scorer.items()
-        if max(abs(difference), abs(estimate.difference)) >= _NOTABLE
-        and (difference * estimate.difference < 0 or abs(difference) < abs(estimate.difference) / 2)
+        if _is_other(difference, estimate.difference)
     ]
+
+
+def _is_other(difference: float, own: float) -> bool:
+    is_opposite_or_small = difference * own < 0 or abs(difference) < abs(own) / 2
+    return is_opposite_or_small and max(abs(difference), abs(own)) >= _NOTABLE
+
+
+def _answer_format(contrast: Contrast, scores: Scores, estimate: Estimate) -> list[Statement]:
+    """Return how much of a control's difference is answer format: what goes if the last number of a response counts.
+
+    Nothing where that scorer is the study's own, or finds another effect, which `_other_scorers` states.
+    """
+    own, by_number = estimate.difference, scores.by_scorer.get("last_number", 0.0)
+    if contrast.comparison.role != "control" or own * by_number <= 0 or _is_other(by_number, own):
+        return []
+    return [statement("claim.answer_format", part=own - by_number, difference=by_number)]
 
 
 def _why_not_shown(

@@ -177,5 +177,5 @@ class ReportConfig(FrozenModel):
     )
     language: Literal["en", "zh"] = Field(default="en", description="language of the report and the summary")
     explore: ArmPair | None = Field(
-        default=None, description="arms whose flipped questions are shown; null: those of the first comparison of arms"
+        default=None, description="arms whose flipped questions are shown; null: of the primary claim, else the first"
     )

@@ -10,6 +10,7 @@ import altair as alt
 import polars as pl
 from markupsafe import Markup
 
+from aqnpipe.artifacts.comparisons import ClaimAtLook
 from aqnpipe.report import numbers
 from aqnpipe.report.markup import INK, MUTED, described, render_svg, series_colour, series_dash, small_dot
 from aqnpipe.report.words import Words, at_noise
@@ -276,6 +277,27 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
         words("alt.differences", reference=reference),
         wide=wide,
     )
+
+
+def look_panel(looks: Sequence[ClaimAtLook], claim: str, words: Words) -> Panel:
+    """Return the difference of one claim with its repeated interval at every look, over the seeds."""
+
+    def about(row: Mapping[str, Any]) -> str:
+        interval = words.span(row["ci_low"], row["ci_high"], numbers.points)
+        return described("", words("mark.look", seeds=row["seeds"], difference=row["difference"], interval=interval))
+
+    rows = pl.DataFrame([look.model_dump(include={"seeds", "difference", "ci_low", "ci_high"}) for look in looks])
+    rows, title = told(rows, about).with_columns(pl.col("difference", "^ci_.*$") * 100), words("axis.difference")
+    x = alt.X("seeds:Q").title(words("column.seeds_at_look")).scale(zero=False, padding=20)
+    base = base_chart(rows).encode(x.axis(grid=False, format="d", values=rows["seeds"].to_list()))
+    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
+    y = alt.Y("difference:Q").title(title)
+    chart = alt.layer(
+        zero.encode(alt.Y("zero:Q").title(title)),
+        base.mark_rule(strokeWidth=2, color=INK).encode(alt.Y("ci_low:Q").title(title), alt.Y2("ci_high:Q")),
+        base.mark_point(filled=True, size=44, opacity=1, color=INK).encode(y, description="about:N"),
+    )
+    return panel(claim, chart, words("alt.looks", claim=claim))
 
 
 def accuracy_over_noise(

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import polars as pl
@@ -13,7 +14,7 @@ from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import ReportData
-from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Table, analysis_text, table_of
+from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Row, Table, analysis_text, table_of
 from aqnpipe.report.words import Words
 
 VERDICT_SYMBOLS = {"supported": "✓", "refuted": "✕", "equivalent": "≈", "not_shown": "?", "invalid": "!"}
@@ -280,7 +281,10 @@ def _error_rates(claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) ->
 
 
 def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Table:
-    """Return what each seed shows of a claim, a row per seed; intervals have confidence `level`."""
+    """Return what each seed shows of a claim, a row per seed; intervals have confidence `level`.
+
+    Below several seeds are their means. Every seed answers the same questions: that of the differences is the claim's.
+    """
     columns = (
         "seed treatment_better:count control_better:count equal:count difference:signed_points "
         "interval=ci:spans_signed_points p_of_seed=p_value:p_value"
@@ -288,7 +292,16 @@ def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Tab
     caption = words("paired.table", comparison=claim.comparison_id, level=level)
     rows = map(vars, claim.seeds)
     name = f"paired-{claim.comparison_id}"
-    return table_of(name, caption, rows, columns, words, num_text_columns=0, max_rows=max_rows)
+    table = table_of(name, caption, rows, columns, words, num_text_columns=0, max_rows=max_rows)
+    if len(claim.seeds) < 2:
+        return table
+    fields = ("treatment_better", "control_better", "equal", "difference")
+    better, worse, equal, difference = (fmean(getattr(seed, field) for seed in claim.seeds) for field in fields)
+    counts = (f"{mean:.1f}" for mean in (better, worse, equal))
+    foot = Row((words("paired.mean"), *counts, numbers.points(difference), "", ""))
+    is_counted = math.isclose((better - worse) / (better + worse + equal), difference, abs_tol=1e-9)
+    notes = [words("paired.note", seeds=len(claim.seeds)), *([] if is_counted else [words("paired.averaged")])]
+    return replace(table, foot=(foot,), note=words.paragraph(notes))
 
 
 def _claim_row(

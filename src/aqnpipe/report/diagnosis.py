@@ -29,13 +29,19 @@ def diagnosis_verdicts(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
             "fault": _simulated_faults(diagnosis.verdict, words),
             "found": _found_faults(diagnosis.verdict, words),
             "right": outcome(diagnosis.verdict),
-            "reason": diagnosis.verdict.reason,
             "forwards": f"{diagnosis.verdict.forward_equivalents:,.0f}",
         }
         for diagnosis in diagnoses
     )
-    columns = "machine fault found right:diagnosis.outcome. reason forwards"
-    return table_of("diagnosis-verdicts", words("diagnosis.verdicts"), rows, columns, words, num_text_columns=5)
+    columns = "machine fault found right:diagnosis.outcome. forwards"
+    return table_of("diagnosis-verdicts", words("diagnosis.verdicts"), rows, columns, words, num_text_columns=4)
+
+
+def diagnosis_reasons(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
+    """Return a row per machine with the reason of its verdict, which may be long."""
+    rows = ({"machine": diagnosis.machine, "reason": diagnosis.verdict.reason} for diagnosis in diagnoses)
+    caption = words("diagnosis.reasons")
+    return table_of("diagnosis-reasons", caption, rows, "machine reason", words, num_text_columns=2)
 
 
 def device_sentences(diagnoses: Sequence[Diagnosis], runs: Sequence[Run], words: Words) -> list[str]:
@@ -130,11 +136,6 @@ def diagnosis_panels(
     return panels, constant
 
 
-def sigma_bars(table: pl.DataFrame, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
-    """Return the sigmas of several strategies as bars over the layers; columns strategy, layer and sigma."""
-    return _bars(_told(table, "sigma", "strategy", words("depth.sigma"), words), "strategy", keys, title, words)
-
-
 def _lines(
     layers: pl.DataFrame, column: str, keys: Sequence[SeriesKey], fault_layers: Sequence[int], words: Words
 ) -> alt.TopLevelMixin:
@@ -209,7 +210,8 @@ def _panel(diagnosis: Diagnosis, keys: Sequence[SeriesKey], words: Words) -> Pan
             for layer, sigma in sorted(file.aqn.layer_sigmas.items())
         ]
     )
-    return sigma_bars(table, keys, words("diagnosis.strategies_of", machine=diagnosis.machine), words)
+    title, told = words("diagnosis.strategies_of", machine=diagnosis.machine), words("depth.sigma")
+    return _bars(_told(table, "sigma", "strategy", told, words), "strategy", keys, title, words)
 
 
 def guidance_sentences(arms: Mapping[str, Arm], diagnoses: Sequence[Diagnosis], words: Words) -> list[str]:

@@ -39,11 +39,13 @@ TEXT_COLUMNS = ("question", "gold_answer", "treatment_response", "control_respon
 class Explorer:
     """A pair of arms at a noise level: the number of flipped questions, and some of them in full.
 
+    noise_seed: that of the noise of all responses; None without a flip.
     groups: per arm that alone answers a question correctly in most seeds with a flip: its name as `winner`,
     `num_questions`, and those that are `shown`, each with the first of its seeds and what both arms responded there.
     """
 
     pair: ArmPair
+    noise_seed: int | None
     num_seeds: int
     num_questions: int
     num_flipped: int
@@ -56,13 +58,13 @@ class Explorer:
 
 
 def explored_pair(study: Study, comparisons: pl.DataFrame) -> ArmPair | None:
-    """Return the pair that the study names, else that of its first valid comparison of arms; None if there is none."""
+    """Return the pair that the study names, else of its primary claim, else of its first valid one of arms, if any."""
     if study.config.report.explore is not None:
         return study.config.report.explore
-    between = comparisons.filter((pl.col("kind") == "arms") & (pl.col("verdict") != "invalid"))
+    between = comparisons.filter((pl.col("kind") != "levels") & (pl.col("verdict") != "invalid"))
     if between.is_empty():
         return None
-    first = between.row(0, named=True)
+    first = between.sort(pl.col("role") != "primary", maintain_order=True).row(0, named=True)
     return ArmPair(treatment=first["treatment"], control=first["control"], noise_level=first["treatment_level"])
 
 
@@ -113,7 +115,8 @@ def explorer(pair: ArmPair, flipped: pl.DataFrame, num_questions: int, num_seeds
         won = by_question.filter(wanted).sort(pl.col("net").abs(), "question_id", descending=[True, False])
         shown = [_question(flipped, name, side) for name in won["question_id"].head(MAX_QUESTIONS_PER_GROUP)]
         groups.append({"winner": getattr(pair, side), "num_questions": len(won), "shown": shown, "slug": side})
-    return Explorer(pair, num_seeds, num_questions, by_question.height, tuple(groups))
+    noise_seed = next(iter(flipped["noise_seed"]), None)
+    return Explorer(pair, noise_seed, num_seeds, num_questions, by_question.height, tuple(groups))
 
 
 def _question(flipped: pl.DataFrame, question_id: str, winner: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -102,11 +102,14 @@ def render_svg(chart: alt.TopLevelMixin, label: str) -> Markup:
 
 
 def light_spec(chart: alt.TopLevelMixin, *, legend: bool) -> dict[str, Any]:
-    """Return the Vega-Lite specification of `chart` on white, in the colours of the light page, for a file of its own.
+    """Return the Vega-Lite specification of `chart` on white, in the colours of the light page, without gridlines.
 
-    legend: show the names of the colours, which on the page stand above a group of pictures.
+    legend: show the names of the colours that are drawn; on the page they stand above a group of pictures.
     """
-    found: dict[str, Any] = _coloured(_spec(chart, _config() | {"background": "white"}), _light_colours(), legend)
+    axis = _config()["axis"] | {"grid": False, "domainColor": MUTED, "tickColor": MUTED}
+    spec = _spec(chart, _config() | {"background": "white", "axis": axis, "padding": 9})
+    drawn = {pair for rows in spec["datasets"].values() for row in rows for pair in row.items()} if legend else set()
+    found: dict[str, Any] = _coloured(spec, _light_colours(), drawn)
     return found
 
 
@@ -128,17 +131,19 @@ def _light_colours() -> dict[str, str]:
     return {placeholder: named[name] for name, placeholder in placeholders.items()}
 
 
-def _coloured(part: Any, colours: Mapping[str, str], legend: bool) -> Any:
+def _coloured(part: Any, colours: Mapping[str, str], drawn: Set[tuple[str, Any]]) -> Any:
     if isinstance(part, str):
         return colours.get(part, part)
     if isinstance(part, list):
-        return [_coloured(item, colours, legend) for item in part]
+        return [_coloured(item, colours, drawn) for item in part]
     if not isinstance(part, dict):
         return part
-    shown = {key: _coloured(value, colours, legend) for key, value in part.items() if key != "description"}
+    shown = {key: _coloured(value, colours, drawn) for key, value in part.items() if key != "description"}
     colour = shown.get("color")
-    if legend and isinstance(colour, dict) and colour.get("legend", "") is None:
-        shown["color"] = colour | {"legend": {"title": None, "symbolType": "circle"}, "title": None}
+    if drawn and isinstance(colour, dict) and colour.get("legend", "") is None:
+        names = [name for name in colour["scale"]["domain"] if (colour["field"], name) in drawn]
+        symbol = {"symbolType": "circle", "symbolStrokeWidth": 0, "symbolOpacity": 1, "orient": "bottom", "columns": 3}
+        shown["color"] = colour | {"legend": {"title": None, "values": names} | symbol, "title": None}
     return shown
 
 

@@ -6,11 +6,13 @@ from typing import TypeVar
 
 import polars as pl
 
+from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
 from aqnpipe.report import charts, diagnosis, faults, machines, published, receipts, tables, training
 from aqnpipe.report.charts import SeriesKey
+from aqnpipe.report.claims import MAX_CLAIMS_PER_LOOK, claim_text, look_table
 from aqnpipe.report.inputs import Cost, Diagnosis, Evaluated, ReportData, Run
 from aqnpipe.report.machines import MachineScale
 from aqnpipe.report.tables import Figure, PanelGroup, Part, RunLink, Section, Table, table_of
@@ -102,6 +104,8 @@ def sections(study: Study, data: ReportData, scales: Sequence[MachineScale], wor
             parts += [Part("heading", _heading(study, model, words))] if len(models) > 1 else []
             if name == "diagnosis":
                 parts.append(Part("table", diagnosis.diagnosis_verdicts(verdicts[model], words), stem=stem))
+                reasons = diagnosis.diagnosis_reasons(verdicts[model], words)
+                parts.append(Part("folded", (Part("table", reasons, stem=stem),), reasons.caption))
             figure = Part("figure", figures[name], stem=stem)
             parts.append(Part("folded", (figure,), folded) if folded else figure)
         return Section(name, tuple(parts) or (Part("text", words(none)),))
@@ -211,6 +215,22 @@ def cost_figure(study: Study, data: ReportData, words: Words) -> Figure | None:
     )
 
 
+def look_figure(claims: ClaimsFile, words: Words) -> Figure | None:
+    """Return the claims over the looks of a study that adds seeds, as pictures and a table; None with fixed seeds."""
+    table = look_table(claims, words)
+    if table is None:
+        return None
+    # A claim that ended has the values of its last look at the later ones.
+    tested = [one for look in claims.looks for one in look.claims if one.look == look.look and one.ci_low is not None]
+    panels = [
+        charts.look_panel(looks, claim_text(claim, words), words)
+        for claim in claims.claims[:MAX_CLAIMS_PER_LOOK]
+        if (looks := [one for one in tested if one.comparison_id == claim.comparison_id])
+    ]
+    caption = words("looks.caption", shown=len(panels), all=len(claims.claims))
+    return Figure(caption, (PanelGroup(panels),), (table,), is_open=True)
+
+
 def training_table(runs: Sequence[Run]) -> pl.DataFrame:
     """Concatenate the metrics of all runs, with columns model, arm and seed first."""
     parts = [_named(run.metrics, model=run.model, arm=run.arm, seed=run.seed) for run in runs]
@@ -309,6 +329,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
     arms = set(metrics["arm"].unique())
     trained = [key for key in keys if key.name in arms]
     found = leaps(runs)
+    alerts = (*leap_sentences(found, runs, words), *growth_sentences(runs, words), *invariance_sentences(runs, words))
     curves = tables.curve_tables(runs, words)
     caption = [words("training.caption")]
     caption += [] if curves else [words("training.no_curve_tables", runs=len(runs))]
@@ -329,7 +350,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
             for group in _pictures(trained)
         ),
         tables=(*([leap_table(found, words)] if found else []), *curves),
-        alerts=(*leap_sentences(found, words), *growth_sentences(runs, words), *invariance_sentences(runs, words)),
+        alerts=alerts,
     )
 
 

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from string import ascii_lowercase
+from typing import Literal
 
 import altair as alt
 import polars as pl
@@ -23,11 +24,14 @@ from aqnpipe.report.claims import ClaimsOverview
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.machines import machine_scales
 from aqnpipe.report.markup import INK, light_spec
+from aqnpipe.report.stage import facts
+from aqnpipe.report.summary import markdown
 from aqnpipe.report.tables import Figure, PanelGroup, Row, Table, arm_table, table_of
 from aqnpipe.report.words import Words, visible
 
 _WIDTH, _LINE_HEIGHT, _FONT_SIZE = 380, 14, 11
-_LETTERS_PER_LINE = {"en": 58, "zh": 30}
+_COLUMNS = {False: 89, True: 183}
+"""Width in millimetres of one column of a journal, and of two, for pictures that are wide."""
 
 
 def claims_panel(overview: ClaimsOverview, comparisons: pl.DataFrame, words: Words) -> Panel | None:
@@ -36,10 +40,13 @@ def claims_panel(overview: ClaimsOverview, comparisons: pl.DataFrame, words: Wor
     Claims are in the study's order. `comparisons`: as in `artifacts.comparisons.ComparisonTable`.
     """
     found = {row["comparison_id"]: row for row in comparisons.iter_rows(named=True)}
-    texts = Counter(row.claim for row in overview.rows)
+    texts, letters = Counter(row.claim for row in overview.rows), 58 if words.language == "en" else 30
     drawn = [
         {
-            "claim": _wrapped(row.claim if texts[row.claim] == 1 else f"{row.claim} ({row.comparison_id})", words),
+            # A label beyond the edge of a picture is cut off.
+            "claim": "\n".join(
+                textwrap.wrap(row.claim if texts[row.claim] == 1 else f"{row.claim} ({row.comparison_id})", letters)
+            ),
             "difference": 100 * found[row.comparison_id]["difference"],
             "low": 100 * found[row.comparison_id]["ci_low"],
             "high": 100 * found[row.comparison_id]["ci_high"],
@@ -74,11 +81,6 @@ def claims_panel(overview: ClaimsOverview, comparisons: pl.DataFrame, words: Wor
     return charts.panel(words("claims.label"), chart, words("claims.axis"), wide=True)
 
 
-def _wrapped(text: str, words: Words) -> str:
-    """Break a claim into lines, because a label beyond the edge of a picture is cut off."""
-    return "\n".join(textwrap.wrap(text, _LETTERS_PER_LINE[words.language]))
-
-
 FigureFormat = Literal["pdf", "svg"]
 TableFormat = Literal["latex", "csv"]
 
@@ -100,17 +102,24 @@ def export_paper(
     figures: Sequence[FigureFormat],
     formats: Sequence[TableFormat],
 ) -> list[Path]:
-    """Write every figure and table of the report below `folder`; return the paths."""
-    written = []
+    """Write every figure and table of the report below `folder`, and figures/captions.md; return the paths."""
+    written, captions = [], [facts(study, data, words)]
     contents = list(_sections(study, data, words))
     for name, figure, own in contents:
         if figures and figure is not None:
-            for stem, spec in _pictures(name, figure):
-                written += [_write_figure(folder / "figures" / f"{stem}.{suffix}", spec) for suffix in figures]
+            pictures = list(_pictures(name, figure))
+            for stem, panel, svg in pictures:
+                paths = (folder / "figures" / f"{stem}.{suffix}" for suffix in figures)
+                written += [_write_figure(path, svg, _COLUMNS[panel.wide]) for path in paths]
+            titles = "; ".join(markdown(f"{stem}: {panel.title}") for stem, panel, _ in pictures)
+            captions.append(f"**{titles}.** {markdown(figure.caption)}")
         for table in own if formats else ():
             # Names of paired tables hold ids of comparisons, which a path cannot hold as they are.
             stem = f"{name}-{_NOT_IN_STEMS.sub('-', table.name)}"
             written += [_write_table(folder, stem, table, form) for form in formats]
+    if len(captions) > 1:
+        write_text(folder / "figures" / "captions.md", "\n\n".join(captions) + "\n")
+        written.append(folder / "figures" / "captions.md")
     if twice := [str(path) for path, number in Counter(written).items() if number > 1]:
         raise RuntimeError(f"{', '.join(twice)}: written twice, so one is lost; this is a bug")
     return written
@@ -118,15 +127,16 @@ def export_paper(
 
 def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[str, Figure | None, list[Table]]]:
     overview = claims.claims_overview(study, data, words)
-    looks = claims.look_table(data.claims, words)
     forest = claims_panel(overview, data.comparisons, words)
-    drawn = None if forest is None else Figure(caption="", groups=(PanelGroup([forest]),), tables=())
+    caption = words.paragraph([words.of(claim.statements[0]) for claim in data.claims.claims if claim.statements])
+    drawn = None if forest is None else Figure(caption=caption, groups=(PanelGroup([forest]),), tables=())
     paired = [row.paired for row in overview.rows if row.paired is not None]
     columns = "family claim verdict:verdict. difference interval in_words=sentence"
     rows, caption = map(vars, overview.rows), words("claims.label")
     verdicts = table_of("verdicts", caption, rows, columns, words, num_text_columns=3)
-    own = [verdicts, _arm_table(study, data, words), *([looks] if looks else []), *paired]
-    yield "claims", drawn, own
+    yield "claims", drawn, [verdicts, _arm_table(study, data, words), *paired]
+    if looks := page.look_figure(data.claims, words):
+        yield "looks", looks, list(looks.tables)
     for section in page.sections(study, data, machine_scales(study, data, words), words):
         for stem, found in section.exported():
             if isinstance(found, Figure):
@@ -145,24 +155,30 @@ def _arm_table(study: Study, data: ReportData, words: Words) -> Table:
     return Table("arms", arms.title, headers, rows, 3)
 
 
-def _pictures(name: str, figure: Figure) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the specification of every picture."""
+def _pictures(name: str, figure: Figure) -> Iterator[tuple[str, Panel, str]]:
+    """Yield the name and the SVG of every picture; those of a group have letters."""
     for number, group in enumerate(figure.groups, start=1):
         for place, panel in enumerate(group.panels, start=1):
             if isinstance(panel, Panel):
                 # Numbered, because a Chinese title leaves no letters for a name.
                 part = f"{number}-{place}" if len(figure.groups) > 1 else f"{place}"
+                letter = ascii_lowercase[(place - 1) % 26] if len(group.panels) > 1 else ""
                 spec = light_spec(panel.chart, legend=bool(group.legend))
-                yield f"{name}-{part}-{_slug(panel.title)}", spec
+                spec["title"] = {"text": letter, "anchor": "start"}
+                yield f"{name}-{part}-{_slug(panel.title)[:60]}", panel, vl_convert.vegalite_to_svg(spec)
 
 
-def _write_figure(path: Path, spec: dict[str, Any]) -> Path:
+def _write_figure(path: Path, svg: str, width: float) -> Path:
+    """Write a picture of a width in millimetres, to which its height follows; the renderer of PDF counts in points."""
+    unit, width = ("mm", width) if path.suffix == ".svg" else ("", width * 72 / 25.4)
+
+    def sizes(found: re.Match[str]) -> str:
+        return f'width="{width:.2f}{unit}" height="{width * float(found[2]) / float(found[1]):.2f}{unit}"'
+
+    sized = re.sub(r'width="([\d.]+)" height="([\d.]+)"', sizes, svg, count=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
-        if path.suffix == ".svg":
-            temporary.write_text(vl_convert.vegalite_to_svg(spec), encoding="utf-8")
-        else:
-            temporary.write_bytes(vl_convert.vegalite_to_pdf(spec))
+        temporary.write_bytes(vl_convert.svg_to_pdf(sized) if path.suffix == ".pdf" else sized.encode())
     return path
 
 
@@ -176,7 +192,7 @@ def _write_table(folder: Path, name: str, table: Table, form: TableFormat) -> Pa
 def _latex(table: Table) -> str:
     """Return a table of the packages booktabs and longtable, with all cells escaped; its caption is a comment."""
     aligned = ["left"] * table.num_text_columns + ["right"] * (len(table.headers) - table.num_text_columns)
-    rows = [[_one_line(visible(cell)) for cell in row.cells] for row in table.rows]
+    rows = [[_one_line(visible(cell)) for cell in row.cells] for row in (*table.rows, *table.foot)]
     environment = "longtable" if len(rows) > 40 else "tabular"
     body = tabulate(
         rows,
@@ -207,7 +223,7 @@ def _csv(table: Table) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(table.headers)
-    writer.writerows([[_inert(visible(cell)) for cell in row.cells] for row in table.rows])
+    writer.writerows([[_inert(visible(cell)) for cell in row.cells] for row in (*table.rows, *table.foot)])
     return buffer.getvalue()
 
 

@@ -51,7 +51,7 @@ def published_claims(check: PublishedCheck, words: Words) -> Table:
     rows = (
         vars(claim)
         | {
-            "claim": claim_text(claim, words),
+            "claim": words.own(claim.claim, claim.claim_zh).text,
             "difference": _amount(claim, claim.difference),
             "interval": _interval(claim, words),
             "alert": claim.verdict == "invalid",
@@ -67,7 +67,10 @@ def published_claims(check: PublishedCheck, words: Words) -> Table:
 
 def published_sentences(check: PublishedCheck, words: Words) -> Table:
     """Return what the printed figures show about every published claim, in words, with the method."""
-    rows = ({"claim": claim_text(claim, words), "in_words": _sentence(claim, words)} for claim in check.claims)
+    rows = (
+        {"claim": words.own(claim.claim, claim.claim_zh).text, "in_words": _sentence(claim, words)}
+        for claim in check.claims
+    )
     caption = words("published.sentences")
     return table_of("published-sentences", caption, rows, "claim in_words", words, num_text_columns=2)
 
@@ -157,11 +160,6 @@ def _measured(check: PublishedCheck, accuracy: CheckedAccuracy, means: Means) ->
     if accuracy.arm is None or (accuracy.step is not None and accuracy.step < max(steps)):
         return None
     return means.get((accuracy.arm, accuracy.noise_level or 0.0))
-
-
-def claim_text(claim: CheckedClaim, words: Words) -> str:
-    """Return the claim in the language of the study if the file gives it in that language."""
-    return (words.language == "zh" and claim.claim_zh) or claim.claim
 
 
 def _interval(claim: CheckedClaim, words: Words) -> str:

@@ -82,6 +82,28 @@ class Responses:
             return {}
         return {row["comparison_id"]: row for row in read_table(path, ComparisonTable).iter_rows(named=True)}
 
+    def comparison(self, comparison_id: str) -> dict[str, Any]:
+        """Return a comparison; DataError if there is none of this id."""
+        if comparison_id not in self.comparisons:
+            raise DataError(f"found no comparison {comparison_id!r} in {self.results / 'comparisons.parquet'}")
+        return self.comparisons[comparison_id]
+
+    def pair(self, treatment: str, control: str, level: str) -> dict[str, Any]:
+        """Return two arms at a level as a comparison; DataError unless both were evaluated, of one model and seed."""
+        is_single, levels = PRETRAINED in (treatment, control), {str(each): each for each in self.levels}
+        first, second = (
+            {(one.model, is_single or one.seed) for one in self.checkpoints if one.arm == arm}
+            for arm in (treatment, control)
+        )
+        if treatment == control or level not in levels or not first & second:
+            raise DataError(
+                f"treatment={treatment} control={control} level={level}: expected two of {', '.join(self.arms)}, with "
+                f"runs of one model and seed, and a level of {', '.join(levels)}"
+            )
+        sides = {"treatment": treatment, "control": control}
+        at_level = {f"{side}_level": levels[level] for side in sides}
+        return {"kind": "arms", "model": min(first & second)[0], **sides, **at_level}
+
     @property
     def primary_scorer(self) -> str:
         """The scorer of the study, from the record of an evaluation, as columns name it; `strict` if there is none."""
@@ -116,6 +138,7 @@ class Responses:
         found = list(dict.fromkeys(checkpoint.arm for checkpoint in self.checkpoints))
         return sorted(found, key=lambda arm: arm != PRETRAINED)
 
+    @cached_property
     def levels(self) -> list[float]:
         """The noise levels of the evaluations."""
         return sorted(_collect(self._rows().select(pl.col("noise_level").unique()))["noise_level"].to_list())
@@ -136,16 +159,13 @@ class Responses:
             raise DataError(f"no response to a question {question_id!r} is in {self.results / 'eval'}")
         return found
 
-    def changed_by(self, comparison_id: str, scorer: str) -> pl.DataFrame:
-        """Return the questions on which a claim's quantity differs between its sides, most seeds first.
+    def changed_by(self, row: Mapping[str, Any], scorer: str) -> pl.DataFrame:
+        """Return the questions on which the quantity of a comparison differs between its sides, most seeds first.
 
         Columns: question_id, question, gold_answer; treatment and control: in how many seeds each side is better.
 
         As in the tables of the claim: over all noise seeds and samples, in a degradation less the same without noise.
         """
-        row = self.comparisons.get(comparison_id)
-        if row is None:
-            raise DataError(f"found no comparison {comparison_id!r} in {self.results / 'comparisons.parquet'}")
         is_change = row["kind"] == "degradation"
         treatment = self._outcomes(row["model"], row["treatment"], row["treatment_level"], scorer, is_change=is_change)
         control = self._outcomes(row["model"], row["control"], row["control_level"], scorer, is_change=is_change)
@@ -272,7 +292,10 @@ class ResponsePages:
         if head == "search" and not rest:
             return self._found(_first(query, "q"), _number(_first(query, "from")))
         if head == "claim" and rest:
-            return self._claim(rest)
+            titles = {claim.comparison_id: claim_text(claim, self._words) for claim in self._responses.claims}
+            return self._changed(self._responses.comparison(rest), titles.get(rest, rest))
+        if head == "pair" and not rest:
+            return self._pair(query)
         if head == "question" and rest:
             return self._question(rest, query)
         raise DataError(f"there is no page {path}")
@@ -289,7 +312,9 @@ class ResponsePages:
         more = _more("/", start, len(table))
         heading = words("view.questions", count=len(table))
         listed = _listed(heading, (words("column.id"), words("column.question")), rows, more)
-        return self._render(words("view.title"), listed=listed, claims=self._claims() if start == 0 else [])
+        levels = {str(level): words.level(level) for level in self._responses.levels}
+        claims = self._claims() if start == 0 else []
+        return self._render(words("view.title"), listed=listed, claims=claims, arms=self._responses.arms, levels=levels)
 
     def _claims(self) -> list[dict[str, str]]:
         return [
@@ -311,24 +336,19 @@ class ResponsePages:
         more = _more("/search", start, len(found), q=text)
         return self._render(heading, query=text, listed=_listed(heading, headers, rows, more))
 
-    def _claim(self, comparison_id: str) -> str:
-        words, row = self._words, self._responses.comparisons.get(comparison_id)
-        changed = self._responses.changed_by(comparison_id, self._scorer)
-        claims = {claim.comparison_id: claim for claim in self._responses.claims}
-        claim = claims.get(comparison_id)
-        title = claim_text(claim, words) if claim else comparison_id
-        sides = [row["treatment"], row["control"]] if row else []
-        headers = (
-            words("column.id"),
-            words("column.question"),
-            words("view.better", side=self._side(row, "treatment")),
-            words("view.better", side=self._side(row, "control")),
-        )
+    def _pair(self, query: Query) -> str:
+        row = self._responses.pair(*(_first(query, name) for name in ("treatment", "control", "level")))
+        words, where = self._words, at_noise(row["treatment_level"], self._words)
+        return self._changed(row, words("view.pair", treatment=row["treatment"], control=row["control"], where=where))
+
+    def _changed(self, row: Mapping[str, Any], title: str) -> str:
+        words, sides = self._words, ("treatment", "control")
+        names = (f"{row[side]} {words.level(row[f'{side}_level'])}" for side in sides)
+        headers = (words("column.id"), words("column.question"), *(words("view.better", side=name) for name in names))
+        changed = self._responses.changed_by(row, self._scorer)
         rows = [
-            self._row(name, question or "", [str(treatment), str(control)], sides)
-            for name, question, treatment, control in changed.select(
-                "question_id", "question", "treatment", "control"
-            ).iter_rows()
+            self._row(name, question or "", [str(treatment), str(control)], [row[side] for side in sides])
+            for name, question, treatment, control in changed.select("question_id", "question", *sides).iter_rows()
         ]
         return self._render(title, listed=_listed(words("view.changed", count=len(changed)), headers, rows))
 
@@ -387,11 +407,8 @@ class ResponsePages:
         query = f"?{urlencode([('arm', arm) for arm in dict.fromkeys(arms)])}" if arms else ""
         return {"link": f"/question/{quote(name, safe='')}{query}", "name": name, "question": question, "cells": cells}
 
-    def _side(self, row: Mapping[str, Any] | None, side: str) -> str:
-        return f"{row[side]} {self._words.level(row[f'{side}_level'])}" if row else side
-
     def _render(self, title: str, **content: Any) -> str:
-        empty: dict[str, Any] = {"message": "", "query": "", "claims": [], "listed": None, "asked": None}
+        empty: dict[str, Any] = {"message": "", "query": "", "claims": [], "arms": [], "listed": None, "asked": None}
         return self._template.render(
             **empty | content,
             w=self._words,

@@ -83,13 +83,13 @@ def _render(
         title=words.own(study.config.report.title, study.config.report.title_zh),
         question=words.own(study.config.report.question, study.config.report.question_zh),
         arm_table=tables.arm_table(study, page.last_steps(data.accuracy), words),
-        facts=_facts(study, data, words),
+        facts=facts(study, data, words),
         power=study.config.statistics.power,
         data=data,
         overview=overview,
         left_out=lambda verdicts: claims.left_out_claims(verdicts, words),
         answer=claims.answer_text(data.claims, words),
-        looks=claims.look_table(data.claims, words),
+        looks=page.look_figure(data.claims, words),
         summary=summary_line((row.verdict for row in overview.rows), words),
         sections=page.sections(study, data, scales, words),
         explored=explored,
@@ -101,7 +101,8 @@ def _render(
     )
 
 
-def _facts(study: Study, data: ReportData, words: Words) -> str:
+def facts(study: Study, data: ReportData, words: Words) -> str:
+    """Return the sizes of the study: arms, seeds, steps, questions and noise levels."""
     questions = numbers.count(data.accuracy["num_questions"].max())  # type: ignore[arg-type]
     arms, levels = len(study.config.arms), len(study.config.evaluation.all_levels())
     if not study.has_training:

@@ -34,7 +34,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the first `num_text_columns` columns are text, the rest numbers. Tests find a table by its `name`."""
+    """A table: the first `num_text_columns` columns are text, the rest numbers. Tests find a table by its `name`.
+
+    foot: rows below the others, such as means, which stay there when a page sorts the table.
+    """
 
     name: str
     caption: str
@@ -43,6 +46,7 @@ class Table:
     num_text_columns: int = 1
     note: str = ""
     max_rows: int = MAX_ROWS_ON_PAGE
+    foot: tuple[Row, ...] = ()
 
     @property
     def shown(self) -> tuple[Row, ...]:
@@ -127,7 +131,7 @@ def table_of(
     *,
     num_text_columns: int = 1,
     note: str = "",
-    **more: int,
+    **more: Any,
 ) -> Table:
     """Return a table of `rows` with the given columns.
 

@@ -1,8 +1,10 @@
 """Training: curves of all runs, steps at which a metric leaps, and the distance between sampler and trained policy."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import altair as alt
@@ -69,10 +71,28 @@ def leap_sentence(leap: Leap, words: Words) -> str:
     )
 
 
-def leap_sentences(found: Sequence[Leap], words: Words) -> list[str]:
-    """Return a sentence for each of the farthest leaps, and how many more there are."""
-    sentences = [leap_sentence(leap, words) for leap in found[:MAX_SHOWN]]
+def leap_sentences(found: Sequence[Leap], runs: Sequence[Run], words: Words) -> list[str]:
+    """Return each of the farthest leaps with the validations around it, and how many more there are."""
+    sentences = [
+        words.paragraph([leap_sentence(leap, words), *_validations(leap, runs, words)]) for leap in found[:MAX_SHOWN]
+    ]
     return sentences + ([words("training.more_leaps", count=len(found) - MAX_SHOWN)] if len(found) > MAX_SHOWN else [])
+
+
+def _validations(leap: Leap, runs: Sequence[Run], words: Words) -> Iterator[str]:
+    """Yield validation accuracy before and after a leap, and its changes elsewhere in the run; nothing without both."""
+    run = next(run for run in runs if (run.model, run.arm, run.seed) == (leap.model, leap.arm, leap.seed))
+    table = run.metrics.select("step", "validation_accuracy").drop_nulls().sort("step")
+    steps, values = table["step"].to_list(), table["validation_accuracy"].to_list()
+    # The values of a step are of the policy before its update, validations of that after the update of their step.
+    after = bisect_left(steps, leap.step - 1)
+    if not 0 < after < len(steps):
+        return
+    first, second = steps[after - 1], steps[after]
+    yield words("training.leap_validations", first=first, before=values[after - 1], second=second, after=values[after])
+    changes = [later - earlier for earlier, later in pairwise(values)]
+    if elsewhere := changes[: after - 1] + changes[after:]:
+        yield words("training.leap_elsewhere", low=min(elsewhere), high=max(elsewhere))
 
 
 def leap_table(found: Sequence[Leap], words: Words) -> Table:

@@ -94,6 +94,21 @@ sheet.addEventListener("close", () => {
   home.append(picture);
   document.body.append(tip, spoken);
 });
+// A picture as a file of its own: in the colours of the page, without the arms that are switched off, its legend below.
+const save = panel => {
+  const copy = panel.querySelector("svg").cloneNode(true), name = panel.querySelector("h3").firstChild.textContent.trim();
+  const [width, height] = copy.getAttribute("viewBox").split(" ").slice(2).map(Number), legend = panel.parentElement.previousElementSibling;
+  const keys = legend?.matches(".legend") ? all("li", legend).filter(key => !key.querySelector(".dim")) : [];
+  const xml = node => new XMLSerializer().serializeToString(node), colours = getComputedStyle(document.documentElement);
+  all(".off", copy).forEach(mark => mark.remove());
+  for (const [side, size] of [["width", width], ["height", height]]) copy.setAttribute(side, size);
+  const lines = keys.map((key, row) => `<g transform="translate(8 ${height + 16 * row + 3})">${xml(key.querySelector("path"))}<text x="42" y="9" font-size="11" fill="var(--ink)">${xml(new Text(key.textContent))}</text></g>`);
+  const text = `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height + 16 * keys.length + 8}" font-family='${getComputedStyle(document.body).fontFamily}'><rect width="100%" height="100%" fill="var(--card)"/>${xml(copy)}${lines.join("")}</svg>`;
+  const shown = text.replace(/var\((--[\w-]+)\)/g, (_, colour) => colours.getPropertyValue(colour).trim());
+  const link = make("a", { href: URL.createObjectURL(new Blob([shown], { type: "image/svg+xml" })), download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-")}.svg` });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+};
 all(".panels > div").forEach(panel => {
   const title = panel.querySelector("h3");
   if (!title) return;
@@ -105,7 +120,7 @@ all(".panels > div").forEach(panel => {
     scale = 0;
     rescale(0);
     sheet.showModal();
-  }));
+  }), " ", act("⤓", `${say.save}: ${title.textContent}`, () => save(panel)));
 });
 
 // Arms switched on and off in all pictures together.
@@ -172,17 +187,13 @@ const equip = table => {
   if (rows.length > 8) table.parentElement.before(search(say.filter, rows, row => row.textContent));
 };
 // Tables in folded parts get their buttons when they are opened: a large page opens in time.
-all("table").forEach(table => {
-  const folded = table.closest("details:not([open])");
-  if (!folded) { equip(table); return }
-  folded.addEventListener("toggle", function once() {
-    if (table.closest("details:not([open])")) return;
-    folded.removeEventListener("toggle", once);
-    if (!table.dataset.ready) { table.dataset.ready = "1"; equip(table) }
-  });
-  for (let outer = folded.parentElement?.closest("details"); outer; outer = outer.parentElement?.closest("details"))
-    outer.addEventListener("toggle", () => { if (!table.closest("details:not([open])") && !table.dataset.ready) { table.dataset.ready = "1"; equip(table) } });
+const equipSeen = inside => all("table:not([data-ready])", inside).forEach(table => {
+  if (table.closest("details:not([open])")) return;
+  table.dataset.ready = "1";
+  equip(table);
 });
+equipSeen(document);
+document.addEventListener("toggle", event => equipSeen(event.target), true);
 const claims = all("#claims li");
 if (claims.length > 8) {
   document.getElementById("claims").prepend(search(say.claims, claims, claim => claim.querySelector("summary").textContent + claim.querySelector(".sentence").textContent,
