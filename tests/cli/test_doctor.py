@@ -221,6 +221,26 @@ def test_a_library_that_everybody_needs_is_a_problem_where_it_is_not(monkeypatch
     }
 
 
+def test_without_a_clone_no_advice_names_make_or_pages(monkeypatch, tmp_path):
+    monkeypatch.setattr(checks, "_version", lambda name: None)
+    monkeypatch.setattr(checks, "_demands", lambda names: {})
+    monkeypatch.setattr(checks, "can_compute_on", lambda kind: kind == "cpu")
+
+    def advice():
+        found = [*version_checks(), *(checks.build_check(kind) for kind in ("cuda", "npu"))]
+        return {f"{check.name} {check.found}": check.advice for check in found if check.advice}
+
+    here = advice()
+    assert here["vllm not installed"].startswith("make setup DEVICE=cuda")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = advice()
+    assert here.keys() <= elsewhere.keys()
+    assert not [said for said in elsewhere.values() if "make " in said or "docs/" in said]
+    assert elsewhere["snakemake-executor-plugin-slurm not installed"].startswith("pip install 'aqnpipe[slurm]'")
+    assert elsewhere["polars not installed"] == "pip install aqnpipe"
+    assert "'aqnpipe[ascend]'" in elsewhere["torch built for a CPU only, the study needs npu"]
+
+
 def test_on_the_command_line(monkeypatch):
     monkeypatch.setattr(command, "read_partitions", lambda: None)
     on_a_cluster(monkeypatch)

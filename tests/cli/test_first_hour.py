@@ -35,7 +35,7 @@ def test_without_a_clone_kernels_and_costs_are_not_tried(attempt):
         found = step(attempt)
         assert (found.status, found.found) == (
             "not tried",
-            ["needs a clone of the repository, and pytest there: `make check-gpu`"],
+            ["needs a clone of the repository, and pytest there"],
         )
 
 

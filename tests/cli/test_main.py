@@ -54,6 +54,26 @@ def test_the_help_lists_the_commands(command_line):
         assert f" {command} " in result.stdout
 
 
+def test_the_help_has_groups_and_offers_completion(command_line):
+    said = command_line("--help").stdout
+    titles = [line.strip("╭─╮ ") for line in said.splitlines() if line.startswith("╭")]
+    assert titles == [
+        "Options",
+        "Studies",
+        "Models and programs under noise",
+        "Machines",
+        "Answers and published figures",
+    ]
+    assert "--install-completion" in said
+
+
+def test_the_shell_completes_commands(monkeypatch, command_line):
+    monkeypatch.setenv("_AQNPIPE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "aqnpipe rob")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert command_line().stdout.split() == ["robustness"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -34,6 +34,17 @@ def test_the_table_has_a_line_per_noise_level():
     assert "cheapest for 8 points as the primary claim" in planned(CONFIG / "config.yaml", "--points", "8").stdout
 
 
+def test_why_the_report_has_other_differences_is_said():
+    said = planned(CONFIG / "tiny-full.yaml").stdout
+    assert "The report's differ from these: they use the scatter measured between a claim's arms" in said
+
+
+def test_results_that_are_not_there_are_named(tmp_path):
+    found = planned(CONFIG / "config.yaml", "--results", tmp_path / "gone").exception
+    assert isinstance(found, DataError)
+    assert str(found) == f"{tmp_path}/gone: no such folder, expected a finished study's results"
+
+
 def test_a_pilot_gives_a_range_of_seeds(tmp_path):
     study = synthetic_evaluations.study(seeds=[0, 1, 2])
     synthetic_evaluations.write_evaluations(tmp_path, study)

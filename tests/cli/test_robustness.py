@@ -1,14 +1,17 @@
 """`aqnpipe robustness` as a user types it, on the built-in models."""
 
+import io
 import json
 import shutil
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from aqnpipe.artifacts.checkpoints import RobustnessReport
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.main import app
+from aqnpipe.cli.robustness import evaluating
 from aqnpipe.cli.robustness.evaluating import answer_of, markdown_of, text_of
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.errors import AqnpipeError
@@ -48,6 +51,39 @@ def test_a_folder_and_a_named_model_are_evaluated_with_receipts(made):
     assert "Accuracy in percent on 12 questions of word_problems (style plain, layout bare)" in result.stdout
     assert (folder / "out" / "robustness.csv").read_text().count("\n") == 1 + len(report.comparisons)
     assert "| my-model |" in (folder / "out" / "robustness.md").read_text()
+    assert result.stdout.splitlines()[-1] == answer_of(report)
+
+
+def test_elsewhere_than_on_a_terminal_every_pass_is_a_line_with_the_name_of_its_checkpoint(made):
+    *passes, written = [line for line in made[1].stderr.splitlines() if "it/s]" not in line]
+    assert [line.partition(" correct")[0].rpartition(":")[0] for line in passes] == [
+        "my-model: noise 0% seed 0",
+        "my-model: noise 20% seed 0",
+        "other: noise 0% seed 0",
+        "other: noise 20% seed 0",
+    ]
+    assert written.startswith("written: ")
+
+
+def test_json_is_alone_on_standard_output(made):
+    folder, _ = made
+    result = typed(folder / "my-model", "other=tiny-large", *SMALL, "--output", folder / "out", "--json")
+    printed = RobustnessReport.model_validate_json(result.stdout)
+    assert printed == read_json(folder / "out" / "robustness.json", RobustnessReport)
+    assert "written: " in result.stderr
+
+
+def test_a_terminal_has_a_bar_that_ends_with_all_passes(monkeypatch):
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr(evaluating, "console_of", lambda stderr: console)
+    with evaluating._progress(3) as show:
+        show("b: evaluated before with these settings", 2)
+        show("a/pretrained seed 0 step 0: noise 5% seed 0: 3/12 correct, 2 cut off")
+    said = console.file.getvalue().splitlines()[-2]
+    assert "a: noise 5% seed 0: 3/12 correct" in said
+    assert "cut off" not in said
+    assert "pretrained" not in said
+    assert "100%" in said
 
 
 def test_what_is_there_is_used_again_and_other_settings_are_not(made):
@@ -75,10 +111,18 @@ MISTAKES = {
     "bad name": (["a b=tiny"], "its name is 'a b'"),
     "level is no number": (["tiny", "--levels", "0,five"], "--levels '0,five': found 'five'"),
     "no clean level": (["tiny", "--levels", "0.1"], "expected 0 among them"),
-    "level above 1": (["tiny", "--levels", "0,5"], "noise_levels"),
-    "level twice": (["tiny", "--levels", "0,0.1,0.1"], "must not repeat"),
+    "level above 1": (["tiny", "--levels", "5"], "--levels: found 5, expected below 1; did you mean 0.05?"),
+    "level twice": (["tiny", "--levels", "0,0.1,0.1"], "--levels must not repeat a value"),
+    "seed below 0": (["tiny", "--noise-seeds", "0,-1"], "--noise-seeds: found -1, expected at least 0"),
+    "workers without vllm": (
+        ["tiny", "--backend", "transformers", "--tensor-parallel", "2"],
+        "--tensor-parallel: found 2 with backend transformers",
+    ),
+    "shots without an end": (["tiny", "--shots", "1"], "--shots with style plain needs layout question_answer"),
     "seed is no whole number": (["tiny", "--noise-seeds", "0.5"], "--noise-seeds '0.5'"),
-    "no such data": (["tiny", "--data", "./no-data"], "no-data"),
+    "no such data": (["tiny", "--data", "./no-data"], "--data ./no-data: no such file or folder, expected"),
+    "no such questions": (["tiny", "--data", "no/data.jsonl"], "--data no/data.jsonl: no such file or folder"),
+    "no known data": (["tiny", "--data", "nodata"], "--data: found 'nodata', which is no file or folder here"),
     "no such device": (["tiny", "--device", "npu"], "requested npu"),
     "more questions than there are": (["tiny", "--data", "DATA", "--questions", "9"], "9"),
     "style unknown": (["tiny", "--style", "prose"], "--style"),

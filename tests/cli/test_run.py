@@ -1,5 +1,6 @@
 """What `aqnpipe run` passes to Snakemake."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,19 @@ def test_a_mistake_in_the_study_is_found_before_snakemake_starts(tmp_path, monke
     assert not started
     run(["study.yaml", "--config", "seeds=[1]"])
     assert len(started) == 1, "what --config adds is known to the workflow alone"
+
+
+def test_an_interrupt_while_snakemake_starts_is_no_traceback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr("os.execv", lambda program, arguments: started.append(arguments))
+    run(["--profile", "none", "-n"])
+    package = tmp_path / "snakemake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys\nprint(*sys.argv[3:])\nraise KeyboardInterrupt\n")
+    done = subprocess.run(started[0], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "--profile none -n\n", "")
 
 
 def test_the_workflow_is_part_of_the_package():

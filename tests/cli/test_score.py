@@ -118,7 +118,7 @@ def test_half_a_character_can_be_printed(tmp_path):
 
 
 def test_files_that_hold_nothing_are_refused(tmp_path):
-    with pytest.raises(DataError, match="No such file"):
+    with pytest.raises(DataError, match=r"missing\.jsonl: no such file, expected JSON Lines"):
         read_transcripts(tmp_path / "missing.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="found no lines"):

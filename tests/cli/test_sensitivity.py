@@ -72,15 +72,19 @@ def without_tokenizer(tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (["tiny", "--scale", "1"], ConfigError, "--scale: found 1, expected"),
+        (["tiny", "--scale", "1"], ConfigError, "--scale: found 1, expected below 1; did you mean 0.01?"),
         (["tiny", "--scale", "0"], ConfigError, "--scale: found 0, expected"),
         (["tiny", "--json", "nowhere/s.json"], StorageError, "--json: nowhere: found no such folder"),
         (["tiny", "--json", "."], StorageError, "--json .: found a folder"),
         (["tiny", "--figure", "s.pdf"], ConfigError, "--figure s.pdf: found suffix '.pdf', expected .svg or .png"),
         (["tiny", "--figure", "nowhere/s.svg"], StorageError, "--figure: nowhere: found no such folder"),
         (["tiny", "--device", "cuda:99"], ConfigError, "--device cuda:99: not usable here"),
-        (["tiny", "--data", "nowhere"], ConfigError, "--data: found 'nowhere', expected word_problems"),
-        (["tiny", "--data", "nowhere.txt"], DataError, "--data nowhere.txt: cannot be read"),
+        (
+            ["tiny", "--data", "nowhere"],
+            ConfigError,
+            "--data: found 'nowhere', which is no file or folder here, expected",
+        ),
+        (["tiny", "--data", "nowhere.txt"], DataError, "--data nowhere.txt: no such file, expected texts as lines"),
         (["tiny", "--fault", "type=dead_zone"], AqnpipeError, "layer"),
         (["./nowhere"], ModelError, "nowhere"),
     ],

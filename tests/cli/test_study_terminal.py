@@ -172,7 +172,9 @@ def test_the_reason_of_the_executor_is_shown(study, tmp_path):
 
 def test_a_killed_job_has_no_error_of_its_own(tmp_path):
     (tmp_path / "log").write_text("node vm\nbase/E5 seed 0: step 3/8\n")
-    assert error_in_log(tmp_path / "log")[0].startswith("ended without an error in its log, as when the system stops")
+    (said,) = error_in_log(tmp_path / "log")
+    assert said.startswith("ended without an error in its log, as by SIGKILL")
+    assert said.endswith("the same command continues")
     assert error_in_log(tmp_path / "none") == ["its log cannot be read (No such file or directory)"]
 
 

@@ -217,3 +217,5 @@ def test_what_is_being_written_and_other_studies_are_not_looked_at(results):
 def test_another_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no records in jobs/, expected the results folder of a study"):
         run(tmp_path)
+    with pytest.raises(ConfigError, match=r"nowhere: no such folder, expected the results folder of a study"):
+        run(tmp_path / "nowhere")

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,14 @@ def test_the_command_shows_what_was_reached(tmp_path):
     result = run("--arm", "E5b", "--json", str(tmp_path / "receipt.json"))
     assert result.exit_code == 0, result.output
     assert "100.0%" in result.output
+    assert "±: standard error" in result.output
+    receipt = read_json(tmp_path / "receipt.json", Receipt)
+    scale, elements = receipt.measured_scale("rollout")
+    (row,) = [line.split("│") for line in result.output.splitlines() if line.startswith("│ rollout       │ 2 ")]
+    assert [cell.strip() for cell in row[6:8]] == [
+        f"{scale:.4g} ± {scale / math.sqrt(2 * elements):.2g}",
+        f"{elements:,}",
+    ]
     assert "restored bit for bit" in " ".join(result.output.split())
     assert "every phase has what was requested" in result.output
     receipt = read_json(tmp_path / "receipt.json", Receipt)

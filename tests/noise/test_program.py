@@ -87,7 +87,7 @@ def test_a_program_without_torch_is_refused(command_line):
     [
         ([], "found no --noise, no --error and no --fault, expected one of them"),
         (["--noise", "0.05", "--error", "kind=nothing"], "found --noise 0.05 and --error kind=nothing"),
-        (["--noise", "1.5"], "--noise: found 1.5, expected a number above 0 and below 1"),
+        (["--noise", "1.5"], "--noise: found 1.5, expected below 1; did you mean 0.015?"),
         (["--error", "kind=nothing"], "kind"),
         (["--error", "kind=relative_gaussian,scale=x"], "scale"),
         (["--noise", "0.05", "--operators", "some"], "operators: found 'some', expected 'matmul' or 'all'"),

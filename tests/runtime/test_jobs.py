@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 import pytest
 from safetensors import SafetensorError
 
+from aqnpipe.cli.study_terminal import error_in_log
 from aqnpipe.errors import StorageError
 from aqnpipe.report.inputs import read_cost
 from aqnpipe.runtime import jobs
@@ -50,6 +52,24 @@ def test_the_log_says_where_and_on_what(tmp_path):
         "computing",
         "done",
     ]
+
+
+def test_a_job_that_is_stopped_says_so_and_what_to_do_and_ends_by_the_signal(tmp_path):
+    log = tmp_path / "job.log"
+    stopped = f"{DEVICE_JOB}    import os, signal\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+    done = subprocess.run([sys.executable, "-c", stopped, log, "cpu", "0"], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGTERM
+    assert log.read_text().splitlines()[-2:] == [
+        "ERROR: stopped by SIGTERM before it was done",
+        "next: run the same command, which continues",
+    ]
+    assert error_in_log(log) == ["stopped by SIGTERM before it was done", "next: run the same command, which continues"]
+
+
+def test_behind_a_job_the_signal_is_as_before(tmp_path):
+    ignored = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    behind = f"{ignored}{DEVICE_JOB}assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN\n"
+    assert subprocess.run([sys.executable, "-c", behind, tmp_path / "job.log", "cpu", "0"], check=False).returncode == 0
 
 
 def test_a_job_without_devices_uses_the_cpu(tmp_path):

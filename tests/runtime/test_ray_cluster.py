@@ -44,7 +44,17 @@ def test_an_actor_that_ray_ended_for_its_memory_is_not_called_killed():
     assert how_it_ended(OutOfMemoryError("1 worker(s) were killed")) == (
         "was ended by Ray, because the memory of its node was nearly full"
     )
-    assert how_it_ended(ActorDiedError()) == "died (killed, or out of memory?)"
+    assert how_it_ended(ActorDiedError()) == (
+        "died (crashed, or ended by a signal: if by SIGKILL, memory is one possible cause)"
+    )
+
+
+def test_an_actor_that_was_stopped_did_not_run_out_of_memory():
+    """The error is as Ray words it."""
+    from ray.exceptions import RayActorError
+
+    cause = "Worker exits unexpectedly. Worker exits with an exit code 1. The process receives a SIGTERM."
+    assert how_it_ended(RayActorError(error_msg=cause)) == "was stopped by SIGTERM"
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, tmp_path):

@@ -154,7 +154,7 @@ MISTAKES = {
     "a folder that is not empty": (["init", "."], "expected a new or an empty folder"),
     "no such diagnosis": (["sigmas", "missing.json"], "missing.json: no such file"),
     "no such model": (["robustness", "./gone"], "model 'gone': found no such folder"),
-    "no such answers": (["score", "missing.jsonl"], "missing.jsonl: No such file or directory"),
+    "no such answers": (["score", "missing.jsonl"], "missing.jsonl: no such file, expected JSON Lines"),
     "a level that is no number": (["robustness", "tiny", "--levels", "0,five"], "--levels '0,five': found 'five'"),
 }
 

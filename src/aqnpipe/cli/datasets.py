@@ -37,8 +37,10 @@ def dataset_of(data: str, num_test: int | None) -> Any:
         settings = {"source": "generated", "task": data}
     elif data == "gsm8k":
         settings = {"source": "hub", "hub_id": "openai/gsm8k"}
-    elif Path(data).exists() or data.startswith((".", "/")):
+    elif Path(data).exists():
         settings = {"source": "local", "path": data}
+    elif data.startswith((".", "/")) or Path(data).suffix in (".jsonl", ".csv", ".parquet"):
+        raise ConfigError(f"--data {data}: no such file or folder, expected {NAMES}")
     else:
         settings = {"source": "hub", "hub_id": data}
     if num_test is not None:
@@ -46,4 +48,4 @@ def dataset_of(data: str, num_test: int | None) -> Any:
     try:
         return TypeAdapter(DatasetConfig).validate_python(settings)
     except ValidationError as error:
-        raise ConfigError(f"--data: found {data!r}, expected {NAMES}") from error
+        raise ConfigError(f"--data: found {data!r}, which is no file or folder here, expected {NAMES}") from error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from aqnpipe.cli.terminal import refuse_level
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.own_code import located
 from aqnpipe.config.own_noise import OwnError
@@ -161,8 +162,7 @@ def _error(noise: float | None, error: str | None, *, has_faults: bool) -> dict[
     if noise is not None and error is not None:
         raise ConfigError(f"found --noise {noise} and --error {error}, expected one of the two")
     if noise is not None:
-        if not 0 < noise < 1:
-            raise ConfigError(f"--noise: found {noise:g}, expected a number above 0 and below 1")
+        refuse_level("--noise", noise)
         return {"kind": "relative_gaussian", "scale": noise}
     return _settings(error or "")
 

@@ -1,42 +1,40 @@
 """Entry point of the command line, and two commands that only pass on what others do: `schema` and `lm-eval`."""
 
-import sys
-from importlib.metadata import version
-from typing import Annotated
+from aqnpipe.cli.interrupts import EXIT_INTERRUPTED, interrupts_end_at_once
 
-import typer
-from pydantic import ValidationError
+with interrupts_end_at_once():
+    import sys
+    from collections.abc import Callable
+    from importlib.metadata import version
+    from typing import Annotated, Any
 
-from aqnpipe.cli.check import check
-from aqnpipe.cli.check_published import check_published
-from aqnpipe.cli.diagnose.command import diagnose
-from aqnpipe.cli.doctor.command import doctor
-from aqnpipe.cli.exec import execute
-from aqnpipe.cli.export import export
-from aqnpipe.cli.init import init
-from aqnpipe.cli.measure_noise import measure_noise
-from aqnpipe.cli.parity.capture import capture
-from aqnpipe.cli.parity.command import parity
-from aqnpipe.cli.plan import plan
-from aqnpipe.cli.report import report
-from aqnpipe.cli.robustness.command import robustness
-from aqnpipe.cli.run import run
-from aqnpipe.cli.score import score
-from aqnpipe.cli.sensitivity import sensitivity
-from aqnpipe.cli.sigmas import sigmas
-from aqnpipe.cli.verify import verify
-from aqnpipe.cli.view import view
-from aqnpipe.config.base import describe_validation_error
-from aqnpipe.config.schema import study_schema
-from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, printable
+    import typer
+    from pydantic import ValidationError
 
-_EXIT_INTERRUPTED = 130
-"""128 and the number of SIGINT, as shells report it."""
+    from aqnpipe.cli.check import check
+    from aqnpipe.cli.check_published import check_published
+    from aqnpipe.cli.diagnose.command import diagnose
+    from aqnpipe.cli.doctor.command import doctor
+    from aqnpipe.cli.exec import execute
+    from aqnpipe.cli.export import export
+    from aqnpipe.cli.init import init
+    from aqnpipe.cli.measure_noise import measure_noise
+    from aqnpipe.cli.parity.capture import capture
+    from aqnpipe.cli.parity.command import parity
+    from aqnpipe.cli.plan import plan
+    from aqnpipe.cli.report import report
+    from aqnpipe.cli.robustness.command import robustness
+    from aqnpipe.cli.run import run
+    from aqnpipe.cli.score import score
+    from aqnpipe.cli.sensitivity import sensitivity
+    from aqnpipe.cli.sigmas import sigmas
+    from aqnpipe.cli.verify import verify
+    from aqnpipe.cli.view import view
+    from aqnpipe.config.base import describe_validation_error
+    from aqnpipe.config.schema import study_schema
+    from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, printable
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
 def _print_version(requested: bool) -> None:
@@ -80,25 +78,30 @@ def lm_eval(
     cli_evaluate()
 
 
-for command in (
-    *(capture, check, check_published, diagnose, doctor, export, measure_noise, parity, plan, report),
-    *(robustness, schema, score, sensitivity, sigmas, verify, view),
-):
-    app.command()(command)
-app.command()(init)
-app.command("exec")(execute)
+_GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Studies": (init, check, plan, run, report, view, verify, export, sigmas, schema),
+    "Models and programs under noise": (execute, robustness, sensitivity, measure_noise, lm_eval),
+    "Machines": (doctor, diagnose, capture, parity),
+    "Answers and published figures": (score, check_published),
+}
 # Options behind the study are Snakemake's, and all of `lm-eval` are those of the harness.
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-app.command(context_settings=_PASSED_ON)(run)
-app.command("lm-eval", context_settings=_PASSED_ON | {"help_option_names": ["--about"]})(lm_eval)
+_SETTINGS: dict[Callable[..., None], dict[str, Any]] = {
+    execute: {"name": "exec"},
+    run: {"context_settings": _PASSED_ON},
+    lm_eval: {"name": "lm-eval", "context_settings": _PASSED_ON | {"help_option_names": ["--about"]}},
+}
+for group, commands in _GROUPS.items():
+    for command in commands:
+        app.command(rich_help_panel=group, **_SETTINGS.get(command, {}))(command)
 
 
 def main() -> None:
     """Run the command line. A user's mistake prints one line on standard error and exits with code 2."""
     try:
         sys.exit(app(args=sys.argv[1:] or ["--help"], prog_name="aqnpipe", standalone_mode=False) or 0)
-    except typer.Abort:
-        sys.exit(_EXIT_INTERRUPTED)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(EXIT_INTERRUPTED)
     except typer.TyperException as error:
         # typer itself would draw a box under the usage of the command.
         context = getattr(error, "ctx", None)

@@ -16,6 +16,7 @@ from aqnpipe.config.noise import FakeQuantization, OperatorNoise
 from aqnpipe.config.study import read_arms
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.errors import ConfigError, ReceiptError
+from aqnpipe.statistics.measured_scale import scale_standard_error
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,16 +89,8 @@ def _coverage(receipt: "Receipt") -> "Table":
     """Return a table with a row per phase: calls, share of operations with noise, requested and measured scale."""
     from rich.table import Table
 
-    table = Table(
-        "phase",
-        "forwards",
-        "noised calls",
-        "share of FLOPs",
-        "requested",
-        "measured",
-        "reference check",
-        title="phases",
-    )
+    measures = ("requested", "measured", "values", "reference check")
+    table = Table("phase", "forwards", "noised calls", "share of FLOPs", *measures, title="phases")
     for record in receipt.phases:
         requested = receipt.requested_scale(record.phase)
         measured, elements = receipt.measured_scale(record.phase)
@@ -108,7 +101,8 @@ def _coverage(receipt: "Receipt") -> "Table":
             f"{record.noised_calls:,}",
             "-" if share is None else f"{share:.1%}",
             f"{requested:.4g}" if requested else "none",
-            f"{measured:.4g} (n = {elements:,})" if elements else "-",
+            _with_error(measured, elements) if elements else "-",
+            f"{elements:,}",
             "-" if record.phase == "backward" else f"{record.reference.scale:.4g}",
         )
     return table
@@ -136,9 +130,13 @@ def _operators(receipt: "Receipt") -> "Table":
             f"{sum(cell.elements for cell in cells):,}",
             error.replace("_", " "),
             f"{requested:.4g}",
-            f"{(squares / elements) ** 0.5:.4g}" if elements else "-",
+            _with_error((squares / elements) ** 0.5, elements) if elements else "-",
         )
     return table
+
+
+def _with_error(measured: float, elements: int) -> str:
+    return f"{measured:.4g} ± {measured * scale_standard_error(elements):.2g}"
 
 
 def _ranges(layers: list[int]) -> str:
@@ -161,7 +159,7 @@ def _attention(noise: OperatorNoise) -> str:
 
 
 def _notes(receipt: "Receipt", arm: Arm) -> list[str]:
-    lines = []
+    lines = ["±: standard error, if the errors of the elements are independent and Gaussian"] if receipt.cells else []
     if arm.operator_noise is not None:
         lines.append(f"attention: {_attention(arm.operator_noise)}")
     for sync in receipt.weight_syncs:

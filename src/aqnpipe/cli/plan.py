@@ -218,7 +218,8 @@ def _variances(results: Path, scorer: str) -> "dict[float, Pilot]":
         if pilot is not None:
             found[level] = pilot
     if not found:
-        raise DataError(f"{results}: found no two arms with two common seeds, expected a finished study's results")
+        state = "found no two arms with two common seeds" if results.is_dir() else "no such folder"
+        raise DataError(f"{results}: {state}, expected a finished study's results")
     return found
 
 
@@ -291,7 +292,8 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
         )
     yield (
         f"Differences of two arms found with {found.power:.0%} power at alpha {found.alpha:g}, in points: as the only "
-        f"comparison, and as one of a family of {found.largest_family} secondary claims (Holm's strictest level)."
+        f"comparison, and as one of a family of {found.largest_family} secondary claims (Holm's strictest level). "
+        "The report's differ from these: they use the scatter measured between a claim's arms, and its own error rate."
     )
     claim = "as the primary claim" if found.has_primary else "in the family"
     wanted = f"cheapest for {100 * found.wanted:g} points {claim}"

@@ -14,6 +14,8 @@ from aqnpipe.config.validation_messages import did_you_mean
 from aqnpipe.errors import ConfigError
 from aqnpipe.shipped import SNAKEFILE
 
+# As `python -m snakemake`, without a traceback at Ctrl-C while it starts.
+_START = "import runpy\ntry: runpy.run_module('snakemake', None, '__main__', True)\nexcept KeyboardInterrupt: exit(130)"
 _DEFAULT_STUDY = Path("config/config.yaml")
 _CONFIG_FILES = frozenset({"--configfile", "--configfiles"})
 _INFORMATION = frozenset({"--help", "-h", "--version", "-v"})
@@ -36,7 +38,7 @@ def run(
     """
     given = arguments or []
     study = study_among(given)
-    command = [sys.executable, "-m", "snakemake", *snakemake_arguments(given, study)]
+    command = [sys.executable, "-c", _START, *snakemake_arguments(given, study)]
     _refuse_mistakes(given, study)
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 - Snakemake takes the place of this process, signals included

@@ -152,6 +152,8 @@ def read_transcripts(path: Path, *, numbers_only: bool = True) -> list[Transcrip
     """
     try:
         content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file, expected JSON Lines, or an evaluation (.parquet)") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     found = [

@@ -9,11 +9,12 @@ import typer
 from aqnpipe.cli.datasets import GENERATED, NAMES, dataset_of
 from aqnpipe.cli.diagnose.loading import ModelSource, find_model, load
 from aqnpipe.cli.diagnose.options import check_writable, usable_device
+from aqnpipe.cli.terminal import refuse_level
 from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import Attention, Dtype
-from aqnpipe.errors import ConfigError, DataError, ModelError
+from aqnpipe.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,8 +100,7 @@ def _check_options(scale: float, json: Path | None, figure: Path | None) -> None
     """Raise ConfigError or StorageError for a scale out of range, or a file that cannot be written."""
     from aqnpipe.report.sensitivity_chart import check_format
 
-    if not 0 < scale < 1:
-        raise ConfigError(f"--scale: found {scale:g}, expected a number above 0 and below 1 (0.1 is 10 %)")
+    refuse_level("--scale", scale)
     if json is not None:
         check_writable("--json", json)
     if figure is not None:
@@ -131,6 +131,8 @@ def _texts(data: str, number: int, tokenizer: Any) -> "list[ScoredText | str]":
 def _lines(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except FileNotFoundError as error:
+        raise DataError(f"--data {path}: no such file, expected texts as lines") from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--data {path}: cannot be read ({error})") from error
     found = [line for line in lines if line]

@@ -77,7 +77,7 @@ _OUTCOMES = frozenset({LogEvent.JOB_ERROR, LogEvent.JOB_FINISHED})
 _MOST_STARTS = 8
 _MOST_FAILURES = 10
 _SHORT_SECONDS = 5.0
-_NO_ERROR = "ended without an error in its log, as when the system stops a job that needs too much memory"
+_NO_ERROR = "ended without an error in its log, as by SIGKILL (memory may be the cause); the same command continues"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Output of commands: consoles and tables; and which options were given, as opposed to defaults."""
+"""Output of commands: consoles and tables; options: which were given, as opposed to defaults, and noise levels."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from aqnpipe.errors import ConfigError
 
 
 def console_of(*, stderr: bool) -> Console:
@@ -36,3 +38,11 @@ def given_options(context: typer.Context) -> list[str]:
     """Return the names of the arguments and options that are on the command line, in the order of the command's own."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+
+
+def refuse_level(option: str, level: float, *, may_be_zero: bool = False) -> None:
+    """Raise ConfigError for a relative noise outside its range, with the share that a percentage probably means."""
+    if not (0 < level < 1 or (may_be_zero and level == 0)):
+        meant = f"; did you mean {level / 100:g}?" if 1 <= level < 100 else ""
+        least = "" if level >= 1 else "at least 0 and " if may_be_zero else "above 0 and "
+        raise ConfigError(f"{option}: found {level:g}, expected {least}below 1{meant}")

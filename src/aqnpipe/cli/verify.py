@@ -34,11 +34,12 @@ def verify(
     again; a model whose weights are damaged, and what must not be read until then, after --repair.
     """
     try:
+        found = "no records in jobs/" if results.exists() else "no such folder"
         paths = sorted((results / "jobs").rglob("*.json"))
     except OSError as error:
         raise ConfigError(f"{results}: cannot be read ({error.strerror})") from error
     if not paths:
-        raise ConfigError(f"{results}: no records in jobs/, expected the results folder of a study")
+        raise ConfigError(f"{results}: {found}, expected the results folder of a study")
     if repair:
         from aqnpipe.runtime.study_lock import hold_results
 

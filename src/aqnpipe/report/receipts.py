@@ -24,6 +24,7 @@ from aqnpipe.report import numbers, tables
 from aqnpipe.report.inputs import Evaluated, ReportData, Run
 from aqnpipe.report.tables import Part, RunLink, Table, table_of
 from aqnpipe.report.words import Words
+from aqnpipe.statistics.measured_scale import scale_standard_error
 
 _SCALED_KINDS = frozenset(kind.model_fields["kind"].default for kind in (*get_args(ScaledError), MeasuredError))
 """Error models whose measured size should equal the requested one; the others round, within a bound."""
@@ -236,7 +237,7 @@ def _measured(cells: Sequence[NoiseCell], compared: Sequence[Receipt], words: Wo
     return {
         "noise_measured": ", ".join(sizes),
         "off_by": numbers.signed(100 * (_root_mean_square(exact, relative=True) - 1), 2) if exact else None,
-        "sampling_error": f"{100 / math.sqrt(2 * elements):.2f}",
+        "sampling_error": f"{100 * scale_standard_error(elements):.2f}",
         "elements": elements,
     }
 

@@ -216,14 +216,15 @@ class _ActorPool:
 
         waiting, idle = deque(shards), deque(self._actors)
         under_way: dict[Any, tuple[int, Shard]] = {}
+        ended = ""
         while waiting or under_way:
             while waiting and idle:
                 number, shard = idle.popleft(), waiting.popleft()
                 under_way[self._actors[number].run.remote(shard.to_json())] = number, shard
             if not under_way:
                 raise WorkerError(
-                    f"all {self._num_workers} evaluation workers died, {len(waiting)} of {len(shards)} shards are not "
-                    f"done (out of memory?); logs: {self._folder}"
+                    f"no evaluation worker of {self._num_workers} is left, the last one {ended}: {len(waiting)} of "
+                    f"{len(shards)} shards are not done; the same command continues; logs: {self._folder}"
                 )
             (done, *_), _ = ray.wait(list(under_way), num_returns=1)
             number, shard = under_way.pop(done)
@@ -232,9 +233,10 @@ class _ActorPool:
             except (RayActorError, OutOfMemoryError) as error:
                 del self._actors[number]
                 waiting.appendleft(shard)
+                ended = how_it_ended(error)
                 self._say(
-                    f"evaluation worker {number} of {self._num_workers} {how_it_ended(error)}: the others run its "
-                    f"shard again; log: {self._log(number)}"
+                    f"evaluation worker {number} of {self._num_workers} {ended}: the others run its shard again; log: "
+                    f"{self._log(number)}"
                 )
                 continue
             except RayTaskError as error:

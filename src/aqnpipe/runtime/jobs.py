@@ -7,12 +7,14 @@ another one for a job that starts warm.
 import errno
 import os
 import resource
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 import psutil
@@ -52,6 +54,8 @@ def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
 
+        before = signal.signal(signal.SIGTERM, _end_with_a_line)
+
         def say(line: str) -> None:
             os.write(terminal, f"{line}\n".encode())
             print(line, flush=True)  # noqa: T201 - goes to the log file
@@ -69,10 +73,20 @@ def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
                 os.write(terminal, f"{lines}\nlog: {log}\n".encode())
             sys.exit(error.exit_code)
         finally:
+            signal.signal(signal.SIGTERM, before)
             with suppress(OSError):
                 sys.stdout.flush()
             with suppress(OSError):
                 sys.stderr.flush()
+
+
+def _end_with_a_line(number: int, frame: FrameType | None) -> None:
+    """End the job as SIGTERM does, but with the reason in its log."""
+    line = b"ERROR: stopped by SIGTERM before it was done\nnext: run the same command, which continues\n"
+    with suppress(OSError):
+        os.write(sys.stdout.fileno(), line)  # not by `print`, which the signal may have interrupted
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _advice(error: AqnpipeError, settings: str, log: Path) -> str:

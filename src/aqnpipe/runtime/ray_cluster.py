@@ -98,7 +98,9 @@ def how_it_ended(error: BaseException) -> str:
 
     if isinstance(error, OutOfMemoryError):
         return "was ended by Ray, because the memory of its node was nearly full"
-    return "died (killed, or out of memory?)"
+    if "receives a SIGTERM" in str(error):
+        return "was stopped by SIGTERM"
+    return "died (crashed, or ended by a signal: if by SIGKILL, memory is one possible cause)"
 
 
 def _check_devices(

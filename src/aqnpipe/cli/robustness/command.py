@@ -1,7 +1,9 @@
 """`aqnpipe robustness`: accuracy of checkpoints of any origin over noise levels, with receipts and statistics."""
 
 import re
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from aqnpipe.cli.datasets import NAMES, dataset_of
 from aqnpipe.cli.own_noise import unusable_noises
+from aqnpipe.cli.terminal import refuse_level
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import MOST_THREADS, describe_validation_error
 from aqnpipe.config.dataset import PromptFormat
@@ -26,6 +29,8 @@ from aqnpipe.device import RequestedDevice
 from aqnpipe.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+_OPTIONS = {"noise_levels": "levels", "max_response_tokens": "max-tokens", "num_examples": "shots"}
 
 
 def robustness(
@@ -66,13 +71,15 @@ def robustness(
     output: Annotated[Path, typer.Option(help="folder of the results; finished results are reused")] = Path(
         "robustness"
     ),
+    json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Evaluate checkpoints at several noise levels and compare them, paired over questions.
 
     Every pass has a receipt: its noise was measured, or the command fails.
     """
     sources = named_sources(checkpoints)
-    _refuse_file(output)
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output}: found a file, expected a folder or a new name")
     dataset = dataset_of(data, questions)
     refuse_unknown_scorer(scorer)
     unfit = unfit_scorer(scorer, dataset.answer_format)
@@ -81,12 +88,14 @@ def robustness(
     prompt = _validated(
         PromptFormat,
         {"style": style, "layout": layout, "instruction": instruction, "num_examples": shots},
-        "--style, --layout, --instruction or --shots",
     )
+    relative = sorted(numbers(levels, "--levels", float))
+    for level in relative:
+        refuse_level("--levels", level, may_be_zero=True)
     evaluation = _validated(
         EvaluationConfig,
         {
-            "noise_levels": sorted(numbers(levels, "--levels", float)),
+            "noise_levels": relative,
             "noises": _noises(noise or [], noises),
             "noise_seeds": numbers(noise_seeds, "--noise-seeds", int),
             "operators": operators,
@@ -95,11 +104,8 @@ def robustness(
             "primary_scorer": scorer,
             "threads": threads,
         },
-        "--levels, --noises, --noise-seeds, --max-tokens or --batch-size",
     )
-    generation = _validated(
-        GenerationConfig, {"backend": backend, "tensor_parallel": tensor_parallel}, "--backend or --tensor-parallel"
-    )
+    generation = _validated(GenerationConfig, {"backend": backend, "tensor_parallel": tensor_parallel})
     for name, named in evaluation.noises.items():
         unlike = settings_of(named).attention_problem(attention)
         if unlike is not None:
@@ -125,10 +131,13 @@ def robustness(
         )
         for name in sources
     }
-    from aqnpipe.cli.robustness.evaluating import evaluate_checkpoints
+    from aqnpipe.cli.robustness.evaluating import evaluate_checkpoints, text_of
 
-    typer.echo("\n".join(evaluate_checkpoints(sources, specs, data, dataset, output, alpha)))
-    typer.echo(f"written: {output / 'robustness.json'}, robustness.csv and robustness.md")
+    # Standard output is for the result; a scorer of a user's own may print too.
+    with redirect_stdout(sys.stderr):
+        report = evaluate_checkpoints(sources, specs, data, dataset, output, alpha)
+    typer.echo(f"written: {output / 'robustness.json'}, robustness.csv and robustness.md", err=True)
+    typer.echo(report.model_dump_json(indent=2) if json else "\n".join(text_of(report)))
 
 
 def named_sources(checkpoints: Sequence[str]) -> dict[str, str]:
@@ -146,7 +155,8 @@ def named_sources(checkpoints: Sequence[str]) -> dict[str, str]:
             raise ConfigError(
                 f"checkpoints {sources[name]!r} and {source!r} are both called {name!r}: name them, as in a={source}"
             )
-        _refuse_missing(source)
+        if source_kind(source) == "folder":
+            read_model_config(Path(source))
         sources[name] = source
     return sources
 
@@ -180,19 +190,13 @@ def _noises(presets: Sequence[str], path: Path | None) -> dict[str, Any]:
     return named | found
 
 
-def _validated(kind: Any, settings: dict[str, Any], options: str) -> Any:
+def _validated(kind: Any, settings: dict[str, Any]) -> Any:
+    """Return settings as a model; ConfigError names the options that are wrong."""
     try:
         return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
-        raise ConfigError(f"{options}: {describe_validation_error(error)}") from error
-
-
-def _refuse_missing(source: str) -> None:
-    """Raise ModelError if a checkpoint is no model that could be loaded or fetched, before any work starts."""
-    if source_kind(source) == "folder":
-        read_model_config(Path(source))
-
-
-def _refuse_file(output: Path) -> None:
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output {output}: found a file, expected a folder or a new name")
+        said = describe_validation_error(error).replace("(top level): ", "")
+        for name in settings:
+            option = _OPTIONS.get(name, name.replace("_", "-"))
+            said = re.sub(rf"(^|; ){name}\b(\.\d+)?", rf"\g<1>--{option}", said)
+        raise ConfigError(said) from error

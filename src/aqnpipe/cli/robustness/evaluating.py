@@ -2,18 +2,21 @@
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
+from rich.progress import Progress
+from transformers.utils.logging import disable_progress_bar
 
 from aqnpipe.artifacts.checkpoints import CheckpointAccuracy, CheckpointComparison, RobustnessReport
 from aqnpipe.artifacts.evaluations import EvaluationFiles, evaluation_files
 from aqnpipe.artifacts.files import write_json
-from aqnpipe.cli.terminal import aligned
+from aqnpipe.cli.terminal import aligned, console_of
 from aqnpipe.comparison.checkpoints import POWER, report_of
-from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
+from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
 from aqnpipe.config.cross_references import beyond_layers
 from aqnpipe.config.dataset import Split
 from aqnpipe.config.evaluation import EvaluationConfig
@@ -44,8 +47,8 @@ def evaluate_checkpoints(
     dataset: Any,
     output: Path,
     alpha: float,
-) -> list[str]:
-    """Evaluate every checkpoint that has no evaluation yet and write the report to `output`; return its tables.
+) -> RobustnessReport:
+    """Evaluate every checkpoint that has no evaluation yet, and write the report to `output`.
 
     `data` is the name of `dataset` in the report.
 
@@ -62,12 +65,33 @@ def evaluate_checkpoints(
     }
     for split, path in problems.items():
         prepare_data(dataset.model_dump(), split, path)
-    loaded = [_evaluated(spec, folders[name], problems, output, alpha) for name, spec in specs.items()]
+    with _progress(len(specs) * len(first.evaluation.passes())) as show:
+        made = [_evaluated(spec, folders[name], problems, output, show) for name, spec in specs.items()]
+    loaded = [load_evaluation(EvaluationInput(**vars(files)), first.evaluation.primary_scorer, alpha) for files in made]
     report = report_of(loaded, sources, data, first, alpha)
     write_json(output / "robustness.json", report)
     (output / "robustness.csv").write_text(_csv_of(report), encoding="utf-8")
     (output / "robustness.md").write_text("\n".join(markdown_of(report)) + "\n", encoding="utf-8")
-    return text_of(report)
+    return report
+
+
+@contextmanager
+def _progress(num_passes: int) -> Iterator[Callable[..., None]]:
+    """Yield a function that shows a line about one pass or several: with a bar on a terminal, as it is elsewhere."""
+    disable_progress_bar()  # those of loading weights, which would break the lines
+    console = console_of(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading", total=num_passes)
+
+        def show(line: str, passes: int = 1) -> None:
+            # A stage names a run of a study, with arm, seed and step.
+            run, _, found = line.partition(": ")
+            line = f"{run.partition('/')[0]}: {found}"
+            bar.update(task, advance=passes, description=line.partition(",")[0])
+            if not console.is_terminal:
+                typer.echo(line, err=True)
+
+        yield show
 
 
 def _refuse_missing_layers(evaluation: EvaluationConfig, folders: Mapping[str, Path]) -> None:
@@ -81,22 +105,18 @@ def _refuse_missing_layers(evaluation: EvaluationConfig, folders: Mapping[str, P
 
 
 def _evaluated(
-    spec: EvaluationSpec, folder: Path, problems: Mapping[Split, Path], output: Path, alpha: float
-) -> LoadedEvaluation:
-    """Return an evaluation, which is made unless its files are there, of this spec, these inputs and this code."""
+    spec: EvaluationSpec, folder: Path, problems: Mapping[Split, Path], output: Path, show: Callable[..., None]
+) -> EvaluationFiles:
+    """Return the files of an evaluation, which are made unless they are there, of this spec, inputs and code."""
     files = evaluation_files(output, spec.model_role, spec.arm_id, spec.seed, spec.step)
     outputs = EvaluationOutputs(files.table, files.receipt, files.record)
     inputs = (problems["test"], problems.get("train"))
     if is_evaluated(spec, folder, outputs, *inputs):
-        typer.echo(f"{spec.model_role}: evaluated before with these settings", err=True)
+        show(f"{spec.model_role}: evaluated before with these settings", len(spec.evaluation.passes()))
     else:
         files.table.parent.mkdir(parents=True, exist_ok=True)
-        evaluate(spec, folder, inputs[0], outputs, lambda line: typer.echo(line, err=True), inputs[1])
-    return load_evaluation(_input_of(files), spec.evaluation.primary_scorer, alpha)
-
-
-def _input_of(files: EvaluationFiles) -> EvaluationInput:
-    return EvaluationInput(**vars(files))
+        evaluate(spec, folder, inputs[0], outputs, show, inputs[1])
+    return files
 
 
 def markdown_of(report: RobustnessReport) -> list[str]:
