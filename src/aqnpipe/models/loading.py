@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -304,6 +305,16 @@ def sha256_of_digests(digests: Mapping[str, str]) -> str:
         return next(iter(digests.values()))
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+@contextmanager
+def stored_weights(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Open the safetensors files of a model folder; yield by the name of each weight the file that has it."""
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("*.safetensors"))]
+        yield {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def stored_tensors(folder: Path) -> "Iterator[tuple[str, Tensor]]":

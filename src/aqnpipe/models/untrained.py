@@ -1,14 +1,9 @@
 """Detects checkpoints that learned nothing: their weights are those of the model that they were trained from."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aqnpipe.models.adapted import ADAPTERS_FILE
-from aqnpipe.models.loading import stored_tensors
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aqnpipe.models.loading import stored_tensors, stored_weights
 
 _SECOND_FACTOR = ".lora_B.weight"
 
@@ -18,39 +13,18 @@ def is_untrained(checkpoint: Path, model: Path) -> bool:
 
     Adapters are untrained as long as their second factors are zero, because these start at zero.
     """
+    import torch
+
     if (checkpoint / ADAPTERS_FILE).is_file():
         return not any(
             bool(tensor.any()) for name, tensor in stored_tensors(checkpoint) if name.endswith(_SECOND_FACTOR)
         )
-    trained = list(_names(checkpoint))
-    if not trained or set(trained) != set(_names(model)):
-        return False
-    before = _Weights(model)
-    return all(before.holds(name, tensor) for name, tensor in stored_tensors(checkpoint))
-
-
-class _Weights:
-    """The weights in a folder, each read when it is compared."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        self._files = {
-            name: file
-            for file in (safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors")))
-            for name in file.keys()  # noqa: SIM118
-        }
-
-    def holds(self, name: str, tensor: "Tensor") -> bool:
-        import torch
-
-        own: Tensor = self._files[name].get_tensor(name)
-        return own.shape == tensor.shape and torch.equal(own.to(tensor.dtype), tensor)
-
-
-def _names(folder: Path) -> Iterator[str]:
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            yield from tensors.keys()
+    with stored_weights(checkpoint) as trained, stored_weights(model) as before:
+        return (
+            bool(trained)
+            and trained.keys() == before.keys()
+            and all(
+                torch.equal(before[name].get_tensor(name).to(tensor.dtype), tensor)
+                for name, tensor in stored_tensors(checkpoint)
+            )
+        )

@@ -4,13 +4,10 @@ transformers renames some weights when it loads them, and fuses others: the expe
 files and one tensor in memory. What compares a model with its files undoes this, as `save_pretrained` does."""
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -20,6 +17,7 @@ from aqnpipe.errors import ModelError
 from aqnpipe.models.adapted import find_base, has_only_adapters
 from aqnpipe.models.adapters import refuse_other_adapters
 from aqnpipe.models.layout import layer_of
+from aqnpipe.models.loading import stored_weights
 from aqnpipe.models.probe import refuse_other_outputs
 from aqnpipe.models.shares import whole
 
@@ -59,14 +57,6 @@ def _compare_weights(model: PreTrainedModel, folder: Path, dtype: Dtype) -> None
                 raise ModelError(f"model {str(folder)!r}: {name} {what}")
     if not compared:
         raise ModelError(f"model {str(folder)!r}: none of its weights is in memory under its name")
-
-
-@contextmanager
-def stored_weights(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Open the safetensors files of a model folder; yield by the name of each weight the file that has it."""
-    with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("*.safetensors"))]
-        yield {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def as_stored(

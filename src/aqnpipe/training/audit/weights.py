@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from aqnpipe.artifacts.training_facts import INITIAL, REFERENCE
 from aqnpipe.models.adapters import adapted_modules
+from aqnpipe.models.loading import stored_weights
 from aqnpipe.models.shares import is_sharded, local, own_share
-from aqnpipe.models.verification import as_stored, stored_weights
+from aqnpipe.models.verification import as_stored
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import Element, ElementSample, Errors, unobserved
 
