@@ -224,7 +224,7 @@ def test_noise_that_is_gone_before_the_policy_reads_its_weights_is_refused(tmp_p
 
 
 def test_two_callbacks_are_refused(tmp_path):
-    with pytest.raises(ModelError, match="machines do not nest") as error:
+    with pytest.raises(ConfigError, match="found Qwen2ForCausalLM without the generate of its class") as error:
         train(tmp_path, [aqnpipe.AQNCallback(DECAY), aqnpipe.AQNCallback(DECAY)])
     assert "\n" not in str(error.value)
 
@@ -251,12 +251,12 @@ def begin(model, schedule=DECAY, **settings):
 @pytest.mark.parametrize("name", ["use_vllm", "use_transformers_continuous_batching", "deepspeed", "fsdp"])
 def test_rollouts_by_others_than_the_policy_are_refused_before_the_first_step(name):
     begin(policy(), **{name: False})
-    with pytest.raises(ConfigError, match=f"found {name}, expected a policy of whole weights"):
+    with pytest.raises(ConfigError, match=f"found {name}, expected a policy that generates with whole weights"):
         begin(policy(), **{name: True})
 
 
 def test_a_policy_that_cannot_have_the_noise_is_refused_before_the_first_step():
-    with pytest.raises(ConfigError, match="found Linear, which has no generate"):
+    with pytest.raises(ConfigError, match="found Linear without the generate of its class"):
         begin(torch.nn.Linear(2, 2))
     layer_norms = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
     with pytest.raises(ModelError, match="it has no RMSNorm with a weight"):
@@ -264,3 +264,12 @@ def test_a_policy_that_cannot_have_the_noise_is_refused_before_the_first_step():
     two_epochs = EpochAwareRanges(ranges=[{"sigma_start": 0.05, "sigma_end": 0.01}] * 2)
     with pytest.raises(ConfigError, match="epoch"):
         begin(policy(), two_epochs)
+
+
+def test_on_a_noisy_machine_products_and_rollouts_have_their_noise(tmp_path):
+    callback, seen, model = aqnpipe.AQNCallback(DECAY), NormsSeen(), policy()
+    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
+        train(tmp_path, [callback, seen], model)
+    assert "accepted" in str(receipt.check())
+    assert [sync.step for sync in callback.receipt.weight_syncs] == [0, 1]
+    assert sum(not is_clean for _, _, is_clean in seen.passes) == 2 * 4

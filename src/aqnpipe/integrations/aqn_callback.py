@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.noise import AdaptiveNoise, AqnTargets, NoiseSpec, Schedule
 from aqnpipe.errors import ConfigError, ReceiptError
-from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.machine.machine import IN_USE, NoiseKey
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import phase_noise
@@ -26,9 +26,11 @@ class AQNCallback(TrainerCallback):
     """Puts noise on the RMSNorm weights of a policy while it draws rollouts, and takes it off before the loss.
 
     For TRL's `GRPOTrainer` and `RLOOTrainer`. Rollouts of one step have the same noise, evaluations have none. Training
-    ends with ReceiptError unless every rollout had it; `print(callback.summary())` shows what was measured. schedule:
-    sigma over the optimiser steps, such as `LinearDecay(sigma_start=0.05, sigma_end=0.01)` of `aqnpipe.config.noise`.
-    targets: `auto`, `all_norms`, `post_attention` or `hidden_states`, as in a study. seed: key of the noise.
+    ends with ReceiptError unless every rollout had it; `print(callback.summary())` shows what was measured.
+
+    - schedule: sigma over the optimiser steps, such as `LinearDecay(sigma_start=0.05, sigma_end=0.01)`.
+    - targets: `auto`, `all_norms`, `post_attention` or `hidden_states`, as in a study.
+    - seed: the same seed gives the same noise.
     """
 
     def __init__(self, schedule: Schedule, *, targets: AqnTargets = "auto", seed: int = 0) -> None:
@@ -47,21 +49,17 @@ class AQNCallback(TrainerCallback):
         network = model.get_base_model() if hasattr(model, "get_base_model") else model
         elsewhere = ("use_vllm", "use_transformers_continuous_batching", "deepspeed", "fsdp")
         found = [name for name in elsewhere if getattr(args, name, None)]
-        if found or not hasattr(network, "generate"):
-            what = found[0] if found else f"{type(network).__name__}, which has no generate"
-            raise ConfigError(f"AQNCallback: found {what}, expected a policy of whole weights that draws the rollouts")
+        if not hasattr(type(network), "generate") or "generate" in vars(network):
+            found.append(f"{type(network).__name__} without the generate of its class")
+        if found:
+            raise ConfigError(f"AQNCallback: found {found[0]}, expected a policy that generates with whole weights")
         self._steps = {"num_steps": state.max_steps, "num_epochs": state.num_train_epochs}
         sigma_at(self._aqn.schedule, 0, **self._steps)
         self._factors = target_factors(network, self._aqn, None)
-        sizes: dict[str, Any] = {"num_norms": num_rms_norms(network), "num_layers": len(decoder_layers(network))}
-        self._recorder = ReceiptRecorder(
-            NoiseSpec(aqn=self._aqn),
-            expected_phases=("rollout",),
-            steps_per_rollout=0,  # TRL decides in which steps rollouts are drawn
-            watch_norms=True,
-            seed=self._seed,
-            **sizes | self._steps,
-        )
+        sizes: Any = {"num_norms": num_rms_norms(network), "num_layers": len(decoder_layers(network)), **self._steps}
+        # TRL decides in which steps rollouts are drawn.
+        sizes |= {"expected_phases": (), "steps_per_rollout": 0, "watch_norms": True, "seed": self._seed}
+        self._recorder = ReceiptRecorder(NoiseSpec(aqn=self._aqn), **sizes)
         self._network, self._state, self._step, self._micro_steps = network, state, -1, 0
         network.generate = partial(self._generate, network.generate)
         self._given_back.callback(delattr, network, "generate")
@@ -105,8 +103,10 @@ class AQNCallback(TrainerCallback):
         network, recorder, aqn, step, seed = self._network, self._recorder, self._aqn, self._step, self._seed
         sigma, key = sigma_at(aqn.schedule, step, **self._steps), NoiseKey(seed, step, self._rollouts, self._rank)
         self._rollouts += 1
-        with (
-            noised_rollout(network, aqn, self._factors, recorder, sigma=sigma, seed=seed, step=step) as hidden,
-            phase_noise(network, recorder.requested, "rollout", key, recorder, hidden_sigmas=hidden),
-        ):
+        rollout = noised_rollout(network, aqn, self._factors, recorder, sigma=sigma, seed=seed, step=step)
+        with rollout as hidden, ExitStack() as audited:
+            # On a noisy machine that runs already, the passes are audited by its own receipt.
+            if not IN_USE.locked():
+                phase = phase_noise(network, recorder.requested, "rollout", key, recorder, hidden_sigmas=hidden)
+                audited.enter_context(phase)
             return own_generate(*args, **kwargs)
