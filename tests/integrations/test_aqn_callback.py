@@ -224,7 +224,7 @@ def test_noise_that_is_gone_before_the_policy_reads_its_weights_is_refused(tmp_p
 
 
 def test_two_callbacks_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="found Qwen2ForCausalLM without the generate of its class") as error:
+    with pytest.raises(ConfigError, match="found Qwen2ForCausalLM without its class's generate") as error:
         train(tmp_path, [aqnpipe.AQNCallback(DECAY), aqnpipe.AQNCallback(DECAY)])
     assert "\n" not in str(error.value)
 
@@ -234,7 +234,8 @@ def test_two_callbacks_are_refused(tmp_path):
     [
         ({"schedule": 0.05}, "AQNCallback: schedule"),
         ({"schedule": DECAY, "targets": "norms"}, "AQNCallback: targets"),
-        ({"schedule": OwnSchedule(function="a.b:c", sigma_max=1)}, "schedule is of your own"),
+        ({"schedule": OwnSchedule(function="a.b:c", sigma_max=1)}, "schedule own and seed 0, expected"),
+        ({"schedule": DECAY, "seed": "0"}, "schedule linear and seed '0', expected"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, message):
@@ -256,7 +257,7 @@ def test_rollouts_by_others_than_the_policy_are_refused_before_the_first_step(na
 
 
 def test_a_policy_that_cannot_have_the_noise_is_refused_before_the_first_step():
-    with pytest.raises(ConfigError, match="found Linear without the generate of its class"):
+    with pytest.raises(ConfigError, match="found Linear without its class's generate"):
         begin(torch.nn.Linear(2, 2))
     layer_norms = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
     with pytest.raises(ModelError, match="it has no RMSNorm with a weight"):

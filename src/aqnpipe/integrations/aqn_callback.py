@@ -38,8 +38,9 @@ class AQNCallback(TrainerCallback):
             self._aqn = AdaptiveNoise(schedule=schedule, targets=targets)
         except ValidationError as error:
             raise ConfigError(f"AQNCallback: {describe_validation_error(error)}") from error
-        if self._aqn.schedule.kind == "own":
-            raise ConfigError("AQNCallback: schedule is of your own, which needs a study; expected any other kind")
+        if self._aqn.schedule.kind == "own" or not isinstance(seed, int):
+            found = f"schedule {self._aqn.schedule.kind} and seed {seed!r}"
+            raise ConfigError(f"AQNCallback: {found}, expected no schedule of your own, and a whole number")
         self._seed, self._given_back = seed, ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -50,7 +51,7 @@ class AQNCallback(TrainerCallback):
         elsewhere = ("use_vllm", "use_transformers_continuous_batching", "deepspeed", "fsdp")
         found = [name for name in elsewhere if getattr(args, name, None)]
         if not hasattr(type(network), "generate") or "generate" in vars(network):
-            found.append(f"{type(network).__name__} without the generate of its class")
+            found.append(f"{type(network).__name__} without its class's generate (two callbacks, broken-off training)")
         if found:
             raise ConfigError(f"AQNCallback: found {found[0]}, expected a policy that generates with whole weights")
         self._steps = {"num_steps": state.max_steps, "num_epochs": state.num_train_epochs}

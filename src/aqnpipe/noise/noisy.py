@@ -82,7 +82,6 @@ def noisy(
     """
     _refuse_wrong_kinds(model, seed, step, include_lm_head, backward, receipt)
     _refuse_contradictions(scale, error, operators)
-    seed = int(seed)
     parts = parts_of(model)
     selected = _selected(parts, layers, include_lm_head)
     stream: Phase = "actor_forward" if backward else "evaluation"
@@ -105,7 +104,7 @@ def noisy(
     # Each operator of each layer has a measured error of its own.
     errors = requested.errors_by_part(len(decoder_layers(model))) if isinstance(error, MeasuredError) else None
     asked = AuditRequest(
-        requested.error, seed, (0, 0, 0), stream, selected, backward, elementwise=is_all, errors=errors
+        requested.error, int(seed), (0, 0, 0), stream, selected, backward, elementwise=is_all, errors=errors
     )
     if receipt is None:
         receipt = NoiseReceipt(model, asked, getattr(requested.error, "scale", None))
@@ -115,7 +114,7 @@ def noisy(
     receipt.next_step = step + 1
     modules = dict(enumerate(parts.modules.values()))
     audit = Audit(asked._replace(position=(step, 0, 0)), receipt, len(modules))
-    key = NoiseKey(seed, step)
+    key = NoiseKey(int(seed), step)
     request = Request(asked.error, key, len(modules), stream, selected, backward, elementwise=is_all, errors=errors)
     machine = Machine(request, audit.observe_outside)
     audit.exactly = machine.exactly
