@@ -26,7 +26,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .PHONY: setup dev browser cluster tools prepare-tests vllm run test test-slow test-all test-vllm check-gpu attacks faults
-.PHONY: architectures audit-dependencies compare-results docs lint format clean
+.PHONY: architectures audit-dependencies compare-results docs tutorials lint format clean
 
 setup: $(STAMP)
 
@@ -118,6 +118,10 @@ audit-dependencies: setup
 docs: dev
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . build/site
 	@echo "The documentation is $(CURDIR)/build/site/docs/site/index.html"
+
+# Run the tutorials, and write their notebooks with the outputs.
+tutorials: dev
+	OMP_NUM_THREADS=1 $(BIN)/python docs/site/notebooks.py
 
 # Check that two results folders, made by two versions of the code, hold the same tables, receipts and weights.
 compare-results: setup

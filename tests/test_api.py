@@ -1,6 +1,8 @@
 """`import aqnpipe` is cheap, and `aqnpipe.diagnose` takes a model in memory and shows what the JSON shows."""
 
+import inspect
 import json
+import re
 import subprocess
 import sys
 
@@ -30,6 +32,13 @@ def test_importing_the_package_imports_nothing_slow():
 def test_the_public_function_makes_no_other_stage_depend_on_the_diagnosis():
     assert not [name for name in dependencies("aqnpipe.training.stage") if name.startswith("aqnpipe.diagnosis")]
     assert "aqnpipe" in dependencies("aqnpipe.training.stage")
+
+
+@pytest.mark.parametrize("name", sorted(aqnpipe._PUBLIC))
+def test_every_argument_is_named_in_the_docstring(name):
+    public = getattr(aqnpipe, name)
+    unnamed = [each for each in inspect.signature(public).parameters if not re.search(rf"\b{each}\b", public.__doc__)]
+    assert unnamed == []
 
 
 def test_unknown_names_are_refused():

@@ -9,12 +9,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from generated_pages import write_generated_pages  # noqa: E402 - beside this file
 
+from aqnpipe import __version__  # noqa: E402
+
 project = "aqnpipe"
+version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/site/index"
 include_patterns = ["*.md", "docs/*.md", "docs/**/*.md", "config/*.md", "benchmarks/*.md"]
-html_title = "aqnpipe"
-html_theme_options = {"description": "noise-robust post-training, with measured receipts", "fixed_sidebar": True}
+html_title = f"aqnpipe {version}"
+html_theme_options = {
+    "description": f"noise-robust post-training, with measured receipts. Version {version}",
+    "fixed_sidebar": True,
+}
 html_show_sphinx = False
 html_copy_source = False
 # A summary of results is the end of a page that a study writes.

@@ -1,10 +1,12 @@
-"""Pages of the site that are generated: the keys of studies from the models, and the examples from their files."""
+"""Pages of the site that are generated: keys of studies from the models, examples and tutorials from their files."""
 
 import ast
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import nbformat
 
 from aqnpipe.config.schema import study_schema
 
@@ -23,6 +25,7 @@ def write_generated_pages(folder: Path, root: Path) -> None:
     """Write the generated pages into `folder`; `root` is the repository. Unchanged pages keep their times."""
     folder.mkdir(exist_ok=True)
     pages = {"study-keys.md": study_keys(json.loads(study_schema())), "examples.md": examples(root / "examples")}
+    pages |= {f"{path.stem}.md": tutorial(path) for path in sorted((root / "docs" / "tutorials").glob("*.ipynb"))}
     for name, text in pages.items():
         path = folder / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -47,6 +50,20 @@ def examples(folder: Path) -> str:
             f"```{{literalinclude}} ../../../examples/{path.relative_to(folder)}\n:language: python\n```\n"
         )
     return _EXAMPLES + "".join(sections)
+
+
+def tutorial(path: Path) -> str:
+    """Return a notebook of docs/tutorials as a page, with its outputs."""
+    parts = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            # Links are relative to the folder of the tutorials, which is one level higher.
+            parts.append(cell.source.replace("](../", "](../../"))
+        else:
+            parts.append(f"```python\n{cell.source}\n```")
+            parts += [f"```text\n{output.text.rstrip()}\n```" for output in cell.outputs]
+    file = f"../../tutorials/{path.stem}"
+    return "\n\n".join([*parts, f"This page [as a notebook]({file}.ipynb), and [as a Python file]({file}.py)."]) + "\n"
 
 
 def _model(name: str, model: Mapping[str, Any], defs: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,11 @@ def test_the_site_builds_and_a_dead_link_is_an_error(sources):
     assert "learning_rate" in (site / "docs/site/generated/study-keys.html").read_text()
     assert "receipt.check()" in (site / "docs/how-to/noise-in-your-own-code.html").read_text().replace("<span>", "")
     assert "recomputed" in (site / "docs/site/python.html").read_text()
+    assert "saturation of magnitude 0.30" in (site / "docs/site/generated/node_health.html").read_text()
+    assert (
+        f"aqnpipe {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}</title>"
+        in (site / "docs/gallery.html").read_text()
+    )
     with (sources / "README.md").open("a") as page:
         page.write("\n[gone](docs/gone.md) and [no such heading](docs/scorers.md#nowhere)\n")
     done = build(sources)
@@ -77,6 +83,20 @@ def test_every_key_of_a_study_is_on_its_page(generated):
     for name, model in schema["$defs"].items():
         for key in model.get("properties", {}):
             assert f"| `{key}` |" in page.partition(f"\n## {name}\n")[2].partition("\n## ")[0], (name, key)
+
+
+def test_the_reference_has_everything_public_and_every_error_model_and_schedule():
+    from typing import get_args
+
+    import aqnpipe
+    from aqnpipe.config.noise import ErrorModel, Schedule
+    from aqnpipe.config.own_noise import OwnSchedule
+
+    page = (SITE / "python.md").read_text()
+    assert {name for name in aqnpipe._PUBLIC if f"## aqnpipe.{name}\n" in page} == set(aqnpipe._PUBLIC)
+    # Schedules of a user's own need a study.
+    for model in (*get_args(ErrorModel), *({*get_args(get_args(Schedule)[0])} - {OwnSchedule})):
+        assert f".. autoclass:: {model.__module__}.{model.__qualname__}\n" in page
 
 
 def test_types_are_in_words(generated):

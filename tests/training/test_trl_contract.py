@@ -12,7 +12,7 @@ import trl
 from accelerate import Accelerator
 from transformers import Trainer
 from transformers.integrations import TensorBoardCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import RepeatSampler, entropy_from_logits, selective_log_softmax
 
 from aqnpipe.training.trainer import NoisyGRPOTrainer, PromptSampler
@@ -183,6 +183,36 @@ def test_a_resumed_run_begins_after_its_state_is_loaded():
     assert "self._load_optimizer_and_scheduler(resume_from_checkpoint)" in source_of(Trainer._prepare_for_training)
     loop = source_of(Trainer._inner_training_loop)
     assert loop.index("self._prepare_for_training(") < loop.index("self.callback_handler.on_train_begin(")
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_rollouts_are_drawn_where_the_aqn_callback_takes_the_place_of_generate(kind):
+    source = source_of(kind)
+    assert source.count("prompt_completion_ids = unwrapped_model.generate(") == 1
+    # With these settings the policy draws by other methods, and the callback refuses them.
+    assert "if self.use_vllm:" in source
+    assert "elif self.use_transformers_continuous_batching:" in source
+    settings = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[kind].__dataclass_fields__
+    assert {"use_vllm", "use_transformers_continuous_batching", "deepspeed", "fsdp"} <= set(settings)
+    # How many rollouts there must have been.
+    assert {"steps_per_generation", "num_iterations"} <= set(settings)
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in source
+    assert "self.num_iterations = args.num_iterations" in source
+
+
+def test_a_rollout_is_between_the_beginning_of_a_step_and_its_end():
+    source = source_of(Trainer._run_epoch)
+    places = [
+        source.index(line)
+        for line in (
+            "self.callback_handler.on_step_begin(",
+            "self.training_step(model, inputs, num_items_in_batch)",
+            "self.state.global_step += 1",
+            "self.callback_handler.on_step_end(",
+            "self.callback_handler.on_substep_end(",
+        )
+    ]
+    assert places == sorted(places)
 
 
 def test_trackers_are_pointed_by_the_environment():

@@ -27,8 +27,8 @@ class ErrorFunction(Protocol):
 
     values: the computed values, in any shape, in the units of the operator's result. float32, or float64 where the
     model computes in it; 16-bit results are widened before, and the result is rounded once to their format.
-    normals: [draws, *values.shape], independent N(0, 1) numbers in the dtype of `values`, keyed by seed, step, forward
-    pass, layer, call and element. They are the only random numbers that the function may use.
+    normals: `[draws, *values.shape]`, independent N(0, 1) numbers in the dtype of `values`, keyed by seed, step,
+    forward pass, layer, call and element. They are the only random numbers that the function may use.
     settings: `settings` of the study, by name.
 
     It returns a finite tensor of the shape, dtype and device of `values`. It must be elementwise: each result depends

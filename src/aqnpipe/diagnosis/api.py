@@ -50,7 +50,9 @@ def diagnose(
     - method: exact probes, which decide, statistical scans, or both.
     - prompt_ids: prompts [tokens] of the scans; by default random tokens.
     - faults: faults to simulate, as in `type=saturation,layer=3,magnitude=0.3`.
+    - name: the name of the model in the result.
     - weights: the folder that the model was loaded from and has not changed since; its weights are compared with it.
+    - show_progress: called with a line of text before each part of the work.
     - options: settings of the diagnosis by their names in a study (`seed`, `num_prompts`, ...).
 
     Raises ConfigError if an option or a fault is unknown, ModelError if the model is of another family, on several

@@ -72,7 +72,8 @@ class Request(NamedTuple):
 
 
 CHANGED = "changed elements"
-_IN_USE = threading.Lock()
+IN_USE = threading.Lock()
+"""Held while this process simulates a machine."""
 
 _IN_LAYERS = ELEMENTWISE | {NORM, NORM_GRADIENT}
 """Operators with an error in layers alone: a softmax outside draws tokens, or is a loss."""
@@ -182,7 +183,7 @@ class Machine:
 
         Raises ModelError if this process simulates a machine already.
         """
-        if not _IN_USE.acquire(blocking=False):
+        if not IN_USE.acquire(blocking=False):
             raise ModelError("a noisy machine is already simulated in this process; machines do not nest")
         self._before_first = before_first
         self._is_running = True
@@ -227,7 +228,7 @@ class Machine:
         if self._norms is not None:
             self._norms.close()
             self._norms = None
-        _IN_USE.release()
+        IN_USE.release()
 
     @property
     def _rounds_activations(self) -> bool:

@@ -4,7 +4,6 @@ import fnmatch
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -92,42 +91,27 @@ def _noised_norm_weights(
     clean = {name: weight.detach().clone() for name, weight in weights.items()}
     hash_before = norms_sha256(model)
     try:
-        requested_squares, squares, elements = 0.0, 0.0, 0
+        requested, squares, elements = 0.0, 0.0, 0
         ratios = [WeightCell(None)]
         with torch.no_grad():
             for index, (name, weight) in enumerate(weights.items()):
-                norm_sigma = sigma * factors[name]
+                norm_sigma, count = sigma * factors[name], weight.numel()
                 if norm_sigma > 0:
                     source = NoiseStream(derive_seed(seed, "aqn", step), index)
                     add_absolute_gaussian_(weight.detach(), norm_sigma, source)
-                added = (weight - clean[name]).double().square().sum().item()
-                squares += added
-                requested_squares += norm_sigma**2 * weight.numel()
-                elements += weight.numel()
+                added, drawn = (weight - clean[name]).double().square().sum().item(), count * norm_sigma**2
+                squares, requested, elements = squares + added, requested + drawn, elements + count
                 if norm_sigma > 0:
-                    mean, variance = _expected_sums(clean[name], norm_sigma)
-                    drawn = weight.numel() * norm_sigma**2
-                    ratios.append(_scaled(None, added, weight.numel(), drawn, mean, variance, norm_sigma))
-                    recorder.measure_sigma_factor(
-                        _scaled(layer_of(name), added, weight.numel(), drawn, mean, variance, sigma)
-                    )
+                    sums = added, count, drawn, *_expected_sums(clean[name], norm_sigma)
+                    ratios.append(_scaled(None, *sums, norm_sigma))
+                    recorder.measure_sigma_factor(_scaled(layer_of(name), *sums, sigma))
         yield
     finally:
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(clean[name])
-        recorder.add_weight_sync(
-            WeightSync(
-                step=step,
-                sigma_scheduled=sigma,
-                sigma_requested=(requested_squares / elements) ** 0.5,
-                sigma_measured=(squares / elements) ** 0.5,
-                targets=len(weights),
-                **_ratio_of(merged(ratios)),
-                clean_sha256_before=hash_before,
-                clean_sha256_after=norms_sha256(model),
-            )
-        )
+        sigmas = sigma, (requested / elements) ** 0.5, (squares / elements) ** 0.5
+        recorder.add_weight_sync(_weight_sync(model, step, sigmas, len(weights), merged(ratios), hash_before))
 
 
 @contextmanager
@@ -141,21 +125,10 @@ def _noised_hidden_states(
         yield sigmas
     finally:
         measured, ratios = _settled(recorder, sigmas, sigma, "rollout")
-        recorder.add_weight_sync(
-            WeightSync(
-                step=step,
-                sigma_scheduled=sigma,
-                sigma_requested=_root_mean([layer_sigma**2 for layer_sigma in sigmas.values()]),
-                # All layers have the same size. A layer without noise was not measured and counts as 0.
-                sigma_measured=_root_mean(
-                    [measured[layer].squares / measured[layer].count if layer in measured else 0.0 for layer in sigmas]
-                ),
-                targets=len(sigmas),
-                **_ratio_of(ratios),
-                clean_sha256_before=hash_before,
-                clean_sha256_after=norms_sha256(model),
-            )
-        )
+        # All layers have the same size. A layer without noise was not measured and counts as 0.
+        found = [measured[layer].squares / measured[layer].count if layer in measured else 0.0 for layer in sigmas]
+        of_rollout = sigma, _root_mean([layer_sigma**2 for layer_sigma in sigmas.values()]), _root_mean(found)
+        recorder.add_weight_sync(_weight_sync(model, step, of_rollout, len(sigmas), ratios, hash_before))
 
 
 @contextmanager
@@ -208,12 +181,21 @@ def _scaled(
     return WeightCell(layer, squares / sigma**2, elements, drawn / sigma**2, mean / sigma**2, variance / sigma**4)
 
 
-def _ratio_of(ratios: WeightCell) -> dict[str, Any]:
-    """Return the fields of a `WeightSync` that compare what was added with what was requested."""
+def _weight_sync(
+    model: nn.Module, step: int, sigmas: tuple[float, float, float], targets: int, ratios: WeightCell, before: str
+) -> WeightSync:
+    """Return the record of a redraw. `sigmas`: scheduled, requested, measured; `before`: digest of clean weights."""
     count = ratios.elements
-    return {
-        "elements": count,
-        "squared_error_ratio": ratios.squares / count if count else 1.0,
-        "expected_ratio": ratios.expected_squares / count if count else 1.0,
-        "ratio_error": ratios.expected_variance**0.5 / count if count else 0.0,
-    }
+    return WeightSync(
+        step=step,
+        sigma_scheduled=sigmas[0],
+        sigma_requested=sigmas[1],
+        sigma_measured=sigmas[2],
+        targets=targets,
+        elements=count,
+        squared_error_ratio=ratios.squares / count if count else 1.0,
+        expected_ratio=ratios.expected_squares / count if count else 1.0,
+        ratio_error=ratios.expected_variance**0.5 / count if count else 0.0,
+        clean_sha256_before=before,
+        clean_sha256_after=norms_sha256(model),
+    )

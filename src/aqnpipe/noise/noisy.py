@@ -6,7 +6,7 @@ receipt.check()
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from numbers import Integral, Real
 from typing import Any, get_args
 
@@ -51,6 +51,7 @@ class NoiseReceipt(MachineReceipt):
         return self._model is model and self._request == request
 
 
+@contextmanager
 def noisy(
     model: nn.Module,
     scale: float | None = None,
@@ -63,37 +64,25 @@ def noisy(
     include_lm_head: bool = True,
     backward: bool = False,
     receipt: NoiseReceipt | None = None,
-) -> AbstractContextManager[Any]:
+) -> Iterator[NoiseReceipt]:
     """Compute the body on a noisy machine; the context gives the receipt, to be checked after the body.
 
     Every matrix product of the process has the error, in whatever code, unless `layers` or `include_lm_head` leave
-    places out. model: any module; its layers are the places of the noise. scale: standard deviation relative to the
-    value of each element; or `error`: any error model of `aqnpipe.config.noise`. The same `seed` and `step` give the
-    same noise; `step` counts the contexts that share a receipt if it is not given. operators: `matmul`, or `all` with
-    softmax, activations and norms. layers: layers with noise (default: all). backward: gradients get noise too, and a
-    backward pass must run in the body. receipt: continue an earlier one, of the same model and noise.
+    places out. The same `seed` and `step` give the same noise.
 
-    A measured error is of a decoder of transformers, operator by operator. Raises ConfigError
-    for contradicting arguments, ModelError for a model that noise cannot reach.
+    - model: any module; its layers are the places of the noise.
+    - scale: standard deviation relative to the value of each element.
+    - error: an error model in place of `scale`. A measured error is of a decoder of transformers, operator by operator.
+    - step: counts the contexts that share a receipt if it is not given.
+    - operators: `matmul`, or `all` with softmax, activations and norms.
+    - layers: layers with noise (default: all); include_lm_head: whether the output projection has it.
+    - backward: gradients get noise too, and a backward pass must run in the body.
+    - receipt: continue an earlier one, of the same model and noise.
+
+    Raises ConfigError for contradicting arguments, ModelError for a model that noise cannot reach.
     """
     _refuse_wrong_kinds(model, seed, step, include_lm_head, backward, receipt)
     _refuse_contradictions(scale, error, operators)
-    return _noisy_machine(model, scale, error, int(seed), step, operators, layers, include_lm_head, backward, receipt)
-
-
-@contextmanager
-def _noisy_machine(
-    model: nn.Module,
-    scale: float | None,
-    error: ErrorModel | None,
-    seed: int,
-    step: int | None,
-    operators: OperatorSet,
-    layers: Sequence[int] | None,
-    include_lm_head: bool,
-    backward: bool,
-    receipt: Any,
-) -> Iterator[NoiseReceipt]:
     parts = parts_of(model)
     selected = _selected(parts, layers, include_lm_head)
     stream: Phase = "actor_forward" if backward else "evaluation"
@@ -116,17 +105,17 @@ def _noisy_machine(
     # Each operator of each layer has a measured error of its own.
     errors = requested.errors_by_part(len(decoder_layers(model))) if isinstance(error, MeasuredError) else None
     asked = AuditRequest(
-        requested.error, seed, (0, 0, 0), stream, selected, backward, elementwise=is_all, errors=errors
+        requested.error, int(seed), (0, 0, 0), stream, selected, backward, elementwise=is_all, errors=errors
     )
     if receipt is None:
         receipt = NoiseReceipt(model, asked, getattr(requested.error, "scale", None))
-    elif not isinstance(receipt, NoiseReceipt) or not receipt.is_of(model, asked):
+    elif not receipt.is_of(model, asked):
         raise ConfigError("noisy: the receipt is of another model, noise or seed, expected the one that it began with")
     step = receipt.next_step if step is None else int(step)
     receipt.next_step = step + 1
     modules = dict(enumerate(parts.modules.values()))
     audit = Audit(asked._replace(position=(step, 0, 0)), receipt, len(modules))
-    key = NoiseKey(seed, step)
+    key = NoiseKey(int(seed), step)
     request = Request(asked.error, key, len(modules), stream, selected, backward, elementwise=is_all, errors=errors)
     machine = Machine(request, audit.observe_outside)
     audit.exactly = machine.exactly

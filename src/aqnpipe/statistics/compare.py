@@ -43,10 +43,10 @@ def compare(
 ) -> PairedDifference:
     """Compare two ways of answering, paired over questions and, where there are several, over seeds.
 
-    Element i of all arguments belongs together: whether a and b answered question `question_ids[i]` right with seed
-    `seeds[i]` (1 or 0, or the share of right samples). Every seed has every question once. `clusters[i]` is the cluster
-    of the question, such as its template or document, where questions vary together: clusters are then the unit.
-    Raises DataError otherwise.
+    `a_correct[i]` and `b_correct[i]`: whether a and b answered question `question_ids[i]` right with seed `seeds[i]` (1
+    or 0, or the share of right samples). Every seed has every question once. `clusters[i]` is the cluster of the
+    question, such as its template or document, where questions vary together: clusters are then the unit. `level`: of
+    the interval. Raises DataError otherwise.
     """
     if not 0 < level < 1:
         raise DataError(f"compare: level is {level}, expected a number above 0 and below 1")

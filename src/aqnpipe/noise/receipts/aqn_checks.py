@@ -18,7 +18,7 @@ def _weight_noise_problems(receipt: ReceiptContent, steps_done: int) -> list[str
         return [f"AQN ran at {len(receipt.weight_syncs)} syncs, none was requested"] if receipt.weight_syncs else []
     steps = [sync.step for sync in receipt.weight_syncs]
     problems = []
-    due = list(range(0, steps_done, receipt.steps_per_rollout))
+    due = list(range(0, steps_done, receipt.steps_per_rollout)) if receipt.steps_per_rollout else steps
     if steps != due:
         problems.append(f"AQN: {len(steps)} weight syncs, expected one at each of {len(due)} steps")
     machine = receipt.aqn.layer_sigmas_from

@@ -92,7 +92,7 @@ class ReceiptContent(ReceiptModel):
     norms_watched: bool = Field(
         default=False, description="whether phases had to compare their norm weights with the clean ones"
     )
-    steps_per_rollout: int = Field(default=1, description="optimiser steps that learn from one batch of rollouts")
+    steps_per_rollout: int = Field(default=1, description="optimiser steps that learn from a batch of rollouts; 0: any")
     num_workers: int = Field(
         default=1, description="data-parallel workers whose measurements are summed in this receipt"
     )
