@@ -36,7 +36,7 @@ def test_the_table_has_a_line_per_noise_level():
 
 def test_why_the_report_has_other_differences_is_said():
     said = planned(CONFIG / "tiny-full.yaml").stdout
-    assert "The report's differ from these: they use the scatter measured between a claim's arms" in said
+    assert "The report's differ from these: they use the variance measured between a claim's arms" in said
 
 
 def test_results_that_are_not_there_are_named(tmp_path):

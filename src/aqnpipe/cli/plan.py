@@ -293,7 +293,7 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
     yield (
         f"Differences of two arms found with {found.power:.0%} power at alpha {found.alpha:g}, in points: as the only "
         f"comparison, and as one of a family of {found.largest_family} secondary claims (Holm's strictest level). "
-        "The report's differ from these: they use the scatter measured between a claim's arms, and its own error rate."
+        "The report's differ from these: they use the variance measured between a claim's arms, and its own error rate."
     )
     claim = "as the primary claim" if found.has_primary else "in the family"
     wanted = f"cheapest for {100 * found.wanted:g} points {claim}"
