@@ -156,7 +156,8 @@ def test_forms_of_errors_and_faults_on_a_decoder_with_checkpoints(execute, monke
     code, printed, lines = execute(*arguments, program="decoder.py")
     assert code == 0, lines
     assert said in lines[-1]
-    assert execute(*arguments, program="decoder.py")[1] == printed
+    if "--operators" in arguments or arguments.count("--fault") == 2:  # all random numbers of the other forms are here
+        assert execute(*arguments, program="decoder.py")[1] == printed
 
 
 @pytest.mark.slow
