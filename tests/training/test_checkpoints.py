@@ -15,6 +15,7 @@ from tiny_training import (
     write_builtin_inputs,
     write_inputs,
 )
+from two_workers import logs, run_together
 
 import aqnpipe.models.adapters as adapters
 import aqnpipe.training.rollout_backend as rollout_backend
@@ -292,13 +293,18 @@ def test_a_checkpoint_between_steps_of_two_workers_changes_nothing(tmp_path):
     """The probe computes on the first worker alone, with other copies of the weights: the workers stay in step."""
     inputs = write_builtin_inputs(tmp_path)
     shutil.copytree(inputs.model, tmp_path / "models" / "base")
-    digests = []
-    for every in (1, 3):
-        spec = training_spec(
-            NOISE, dtype="bfloat16", lora=LORA, learning_rate=1e-4, num_workers=2, micro_batch_size=2, num_steps=3
-        )
+    settings = {"dtype": "bfloat16", "lora": LORA, "learning_rate": 1e-4, "micro_batch_size": 2, "num_steps": 3}
+    spec = training_spec(NOISE, num_workers=2, **settings)
+
+    def job(every):
         training = spec.training.model_copy(update={"checkpoint_every": every, "max_response_tokens": 24})
-        folder = run(spec.model_copy(update={"training": training}), inputs, tmp_path / f"every{every}")
-        load_model(folder / "checkpoints" / "step3", **BFLOAT16)
-        digests.append(sha256_of_file(folder / "checkpoints" / "step3" / ADAPTERS_FILE))
-    assert digests[0] == digests[1]
+        changed = spec.model_copy(update={"training": training}).model_dump(mode="json")
+        folder = str(tmp_path / f"every{every}")
+        return {"kind": "train", "folder": folder, "inputs": str(tmp_path), "spec": changed, "teach": False}
+
+    assert run_together([job(1), job(3)], tmp_path / "workers") == [0, 0], logs(tmp_path / "workers")
+    written = [tmp_path / f"every{every}" / "run" / "checkpoints" / "step3" for every in (1, 3)]
+    for folder in written:
+        load_model(folder, **BFLOAT16)
+    first, second = (sha256_of_file(folder / ADAPTERS_FILE) for folder in written)
+    assert first == second
