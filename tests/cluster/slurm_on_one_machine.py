@@ -34,7 +34,7 @@ SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort=17002
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=cred_expire=25
+AuthInfo=cred_expire=40
 StateSaveLocation={STATE}/state
 SlurmdSpoolDir={STATE}/%n
 SlurmctldPidFile={STATE}/slurmctld.pid
