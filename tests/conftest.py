@@ -29,7 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Threads of two test processes and of the processes that they start would wait for each other's cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
+    from hypothesis import settings
 
+    # The same examples in every run; a number of examples, for longer trials, asks for others.
+    settings.register_profile("fixed", derandomize="AQNPIPE_FUZZ_EXAMPLES" not in os.environ)
+    settings.load_profile("fixed")
     os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
     gc.disable()  # until `pytest_collection_finish`: collecting creates no garbage worth searching for
 

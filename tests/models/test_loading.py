@@ -110,6 +110,7 @@ def test_incomplete_folders_are_refused(local, tmp_path):
         ("config.json", {"model_type": "no-such-family"}, "cannot be created: .*no-such-family"),
         ("config.json", {"quantization_config": {"quant_method": "x"}}, "quant_method is 'x'"),
         ("tokenizer.json", {"model": {"type": "BPE"}}, "tokenizer of .* cannot be loaded"),
+        ("tokenizer_config.json", {"tokenizer_class": []}, "tokenizer of .* cannot be loaded: unhashable type"),
     ],
 )
 def test_what_transformers_cannot_make_is_refused_before_anything_else_runs(local, tmp_path, name, content, line):

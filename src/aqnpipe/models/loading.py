@@ -423,8 +423,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     # AutoTokenizer ignores tokenizer.json for qwen2 models and rebuilds the tokenizer with Unicode normalisation, so
     # that text does not round-trip.
     tokenizer_class = _read_json(folder / "tokenizer_config.json").get("tokenizer_class")
-    loader = PreTrainedTokenizerFast if tokenizer_class in _VERBATIM_TOKENIZERS else AutoTokenizer
     try:
+        # A list or an object in the place of the name is a TypeError.
+        loader = PreTrainedTokenizerFast if tokenizer_class in _VERBATIM_TOKENIZERS else AutoTokenizer
         tokenizer = loader.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, padding_side="left"
         )
