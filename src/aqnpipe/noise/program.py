@@ -47,7 +47,7 @@ from aqnpipe.seeding import derive_seed
 
 _OUTSIDE = 0
 _STREAM = "forward"
-_FIRST_SECONDS, _SHARE_OF_TIME = 0.2, 0.01
+_FIRST_SECONDS, _SHARE_OF_TIME = 1.0, 0.01
 """A process may spend so many seconds on writing its receipt, and this share of its time."""
 
 IN_OPTIMISER = "in an optimiser"
