@@ -76,6 +76,24 @@ def test_a_killed_program_and_processes_of_multiprocessing(execute):
     assert lines[-1].startswith("aqnpipe: 15 of 15 products")
 
 
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["kill"], 137)])
+def test_products_that_a_killed_process_did_not_record_are_said(command_line, tmp_path, words, code):
+    """Here no time is allowed for writing while the program runs."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys, torch\n"
+        "from aqnpipe.noise import program\n"
+        "program._FIRST_SECONDS = -1e9\n"
+        "torch.ones(2, 3) @ torch.ones(3, 2)\n"
+        "if sys.argv[1:]:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = command_line("exec", "--noise", "0.05", "--no-backward", "--", sys.executable, program, *words)
+    assert done.returncode == code, done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert ("not counted: the last products of killed processes (1)" in said) == bool(words)
+    assert said.startswith("aqnpipe: 0 of 0" if words else "aqnpipe: 1 of 1")
+
+
 def test_a_program_without_torch_is_refused(command_line):
     done = command_line("exec", "--noise", "0.05", "--", "true")
     assert done.returncode == 2

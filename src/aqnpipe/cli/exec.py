@@ -83,7 +83,7 @@ def execute(
     environment = os.environ | {VARIABLE: machine.model_dump_json(), "TORCHDYNAMO_DISABLE": "1"}
     try:
         ended = subprocess.run(command, env=environment, check=False)  # noqa: S603
-        receipt, faults, num_processes = read_receipts(folder, machine)
+        receipt, faults, num_processes, num_behind = read_receipts(folder, machine)
         had_receipts = any(folder.glob("*.json"))
     except OSError as problem:
         raise ConfigError(f"{command[0]}: {problem.strerror}") from problem
@@ -112,6 +112,7 @@ def execute(
     typer.echo(
         f"aqnpipe: {'; '.join(said)} in {num_processes} process{'es' * (num_processes != 1)}"
         + (f"; without {without}" if without else "")
+        + (f"; not counted: the last products of killed processes ({num_behind})" if num_behind else "")
         + ("" if receipts is None else f"; receipts in {receipts}"),
         err=True,
     )

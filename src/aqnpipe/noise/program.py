@@ -50,6 +50,9 @@ _STREAM = "forward"
 _FIRST_SECONDS, _SHARE_OF_TIME = 1.0, 0.01
 """A process may spend so many seconds on writing its receipt, and this share of its time."""
 
+_BEHIND = ".behind"
+"""Ending of a file beside a receipt that lacks what its process has computed since it was written."""
+
 IN_OPTIMISER = "in an optimiser"
 
 _COUNTED = ("calls", "elements", "affected_elements", "expected_calls")
@@ -124,6 +127,7 @@ class _Program:
     def _prepare(self) -> None:
         settings = self._settings
         self._process, self._began, self._spent = os.getpid(), time.monotonic(), 0.0
+        self._is_behind = False
         self._writing = threading.RLock()
         self._faults = tuple(map(FaultRecord, settings.faults))
         is_all = settings.operators == "all"
@@ -285,16 +289,25 @@ class _Program:
         if self._spent < _FIRST_SECONDS + _SHARE_OF_TIME * (now - self._began):
             self._write()
             self._spent += time.monotonic() - now
+        elif not self._is_behind and os.getpid() == self._process:
+            self._is_behind = True
+            self._file.with_suffix(_BEHIND).touch()
 
     def _write(self) -> None:
         if os.getpid() != self._process:
             return
         with self._writing:
-            self._settings.receipts.mkdir(parents=True, exist_ok=True)
-            target = self._settings.receipts / f"{self._process}.json"
-            unfinished = target.with_suffix(".part")
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = self._file.with_suffix(".part")
             unfinished.write_text(json.dumps(_content(self.receipt, self._machine.counts, self._faults)))
-            unfinished.replace(target)
+            unfinished.replace(self._file)
+            if self._is_behind:
+                self._is_behind = False
+                self._file.with_suffix(_BEHIND).unlink(missing_ok=True)
+
+    @property
+    def _file(self) -> Path:
+        return self._settings.receipts / f"{self._process}.json"
 
 
 def _module_at(model: nn.Module, path: str | None) -> nn.Module | None:
@@ -328,8 +341,11 @@ def _content(
     }
 
 
-def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt, tuple[FaultRecord, ...], int]:
-    """Return the receipt and the faults of all processes that wrote one to `folder`, and how many of them computed."""
+def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt, tuple[FaultRecord, ...], int, int]:
+    """Return the receipt and the faults of all processes that wrote one to `folder`, and two numbers of processes.
+
+    Of those that computed, and of those that were killed before they recorded their last products.
+    """
     total, num_processes = MachineReceipt(machine.requested, np.random.default_rng(0)), 0
     faults = tuple(map(FaultRecord, machine.faults))
     for path in sorted(folder.glob("*.json")):
@@ -347,4 +363,4 @@ def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt
         for record, counted in zip(faults, content["faults"], strict=True):
             for name, number in zip(_COUNTED, counted, strict=True):
                 setattr(record, name, getattr(record, name) + number)
-    return total, faults, num_processes
+    return total, faults, num_processes, len(list(folder.glob(f"*{_BEHIND}")))
