@@ -167,22 +167,22 @@ def judge(
     claim = contrast.comparison
     strictest = settings.alpha / family_size
     verdict, tail = verdict_of(contrast, estimate, *tests, settings.alpha)
-    is_about_arms = is_decidable(contrast, estimate)
-    interval = possible_interval(claim, estimate, 1 - 2 * tail) if is_about_arms else (None, None)
+    can_be_decided = is_decidable(contrast, estimate)
+    interval = possible_interval(claim, estimate, 1 - 2 * tail) if can_be_decided else (None, None)
     distance, is_one_sided = _distance(claim, estimate.difference)
     deciding = (strictest if is_one_sided else strictest / 2, settings.power)
     sizes = (strictest if _is_one_sided(claim) else strictest / 2, settings.power)
-    can_extrapolate = estimate.spread is not None and is_about_arms
+    can_extrapolate = estimate.spread is not None and can_be_decided
     more_seeds = can_extrapolate and estimate.num_seeds > 1
     return Judgement(
-        p_value=p_value_of(claim, estimate) if is_about_arms else None,
+        p_value=p_value_of(claim, estimate) if can_be_decided else None,
         claimed=tests[0],
         other=tests[1],
         interval_level=1 - 2 * tail,
         ci_low=interval[0],
         ci_high=interval[1],
         verdict=verdict,
-        minimum_detectable=_minimum_detectable(parts, estimate, *sizes) if is_about_arms else None,
+        minimum_detectable=_minimum_detectable(parts, estimate, *sizes) if can_be_decided else None,
         seeds_needed=seeds_needed(parts, estimate.num_units, distance, *deciding) if more_seeds else None,
         questions_needed=_questions_needed(parts, estimate, distance, *deciding) if can_extrapolate else None,
         seeds_for=tuple(seeds_needed(parts, estimate.num_units, effect, *sizes) for effect in EFFECTS)

@@ -319,12 +319,8 @@ def stored_weights(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 def stored_tensors(folder: Path) -> "Iterator[tuple[str, Tensor]]":
     """Yield name and content of every tensor in the weights of a model folder."""
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                yield name, file.get_tensor(name)
+    with stored_weights(folder) as files:
+        yield from ((name, file.get_tensor(name)) for name, file in files.items())
 
 
 def load_model(

@@ -131,7 +131,7 @@ def table_of(
     *,
     num_text_columns: int = 1,
     note: str = "",
-    **more: Any,
+    max_rows: int = MAX_ROWS_ON_PAGE,
 ) -> Table:
     """Return a table of `rows` with the given columns.
 
@@ -154,7 +154,7 @@ def table_of(
         for row in (rows.iter_rows(named=True) if isinstance(rows, pl.DataFrame) else rows)
     )
     headers = tuple(words(f"column.{key}") for key, _, _ in parts)
-    return Table(name, caption, headers, shown, num_text_columns, note, **more)
+    return Table(name, caption, headers, shown, num_text_columns, note, max_rows)
 
 
 def _cell(row: Mapping[str, Any], field: str, form: str, words: Words) -> str:
