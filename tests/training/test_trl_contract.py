@@ -160,22 +160,24 @@ def test_without_kl_no_reference_is_loaded():
     )
 
 
+def are_in_order(*lines):
+    """Whether the lines are in the loop over steps, in this order."""
+    source = source_of(Trainer._run_epoch)
+    places = [source.index(line) for line in lines]
+    return places == sorted(places)
+
+
 def test_a_step_goes_from_gradients_to_norm_to_optimiser_to_callbacks_to_log():
     """The norm is checked before the optimiser, the weights before anything is logged or saved."""
-    source = source_of(Trainer._run_epoch)
-    places = [
-        source.index(line)
-        for line in (
-            "self.training_step(model, inputs, num_items_in_batch)",
-            "grad_norm = self._clip_grad_norm(model)",
-            "grad_norm = self._get_grad_norm(model, grad_norm=grad_norm)",
-            "self.optimizer.step()",
-            "self.state.global_step += 1",
-            "self.callback_handler.on_step_end(",
-            "self._maybe_log_save_evaluate(",
-        )
-    ]
-    assert places == sorted(places)
+    assert are_in_order(
+        "self.training_step(model, inputs, num_items_in_batch)",
+        "grad_norm = self._clip_grad_norm(model)",
+        "grad_norm = self._get_grad_norm(model, grad_norm=grad_norm)",
+        "self.optimizer.step()",
+        "self.state.global_step += 1",
+        "self.callback_handler.on_step_end(",
+        "self._maybe_log_save_evaluate(",
+    )
 
 
 def test_a_resumed_run_begins_after_its_state_is_loaded():
@@ -201,18 +203,13 @@ def test_rollouts_are_drawn_where_the_aqn_callback_takes_the_place_of_generate(k
 
 
 def test_a_rollout_is_between_the_beginning_of_a_step_and_its_end():
-    source = source_of(Trainer._run_epoch)
-    places = [
-        source.index(line)
-        for line in (
-            "self.callback_handler.on_step_begin(",
-            "self.training_step(model, inputs, num_items_in_batch)",
-            "self.state.global_step += 1",
-            "self.callback_handler.on_step_end(",
-            "self.callback_handler.on_substep_end(",
-        )
-    ]
-    assert places == sorted(places)
+    assert are_in_order(
+        "self.callback_handler.on_step_begin(",
+        "self.training_step(model, inputs, num_items_in_batch)",
+        "self.state.global_step += 1",
+        "self.callback_handler.on_step_end(",
+        "self.callback_handler.on_substep_end(",
+    )
 
 
 def test_trackers_are_pointed_by_the_environment():
