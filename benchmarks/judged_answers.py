@@ -4,7 +4,8 @@
 design and the looks of a study, and adds to answers that are there. `judge STUDY FOLDER` takes every look again from
 the answers alone and prints each claim; it ends with exit code 1 where a number is not the recorded one. `look STUDY
 FOLDER` takes the look that comes next, once the answers of all its runs are there: they may be made one by one, also on
-several machines.
+several machines. `table STUDY FOLDER` prints every claim at its last look as a Markdown table, and `picture STUDY
+FOLDER` draws every arm minus the reference arm, and the accuracies, from the same answers (robustness.png).
 """
 
 import argparse
@@ -13,20 +14,27 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import altair as alt
 import numpy as np
 import polars as pl
 import smallest
+import vl_convert
 
 from aqnpipe.artifacts.comparisons import ClaimAtLook, LookDesign, LookFile
 from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.comparison.contrasts import Checkpoint
+from aqnpipe.comparison.contrasts import Checkpoint, Contrasts
 from aqnpipe.comparison.evaluations import PASS_KEYS, EvaluationInput, LevelScores, LoadedEvaluation
-from aqnpipe.comparison.look_states import next_look, planned_looks, seeds_after
+from aqnpipe.comparison.identity import comparison_ids
+from aqnpipe.comparison.judgement import difference_rows
+from aqnpipe.comparison.look_states import next_look, plan_after, planned_looks, seeds_after
 from aqnpipe.comparison.looks import claims_at
 from aqnpipe.config.study import Study, load_study_file
 from aqnpipe.data.scoring import SCORERS
+from aqnpipe.report import charts, numbers
+from aqnpipe.report.markup import light_spec
+from aqnpipe.report.words import load_words
 from aqnpipe.statistics.clusters import Clusters
 
 ANSWERS = "answers.parquet"
@@ -172,6 +180,49 @@ def _shown(number: int, look: LookFile, claims: Sequence[ClaimAtLook]) -> Iterat
         yield f"| {' | '.join((found.comparison_id, *numbers, found.state))} |"
 
 
+def table(study: Study, looks: Sequence[LookFile]) -> list[str]:
+    """Return every claim at the last look as the lines of a Markdown table; differences in points."""
+    claims, words, rows = comparison_ids(study.comparisons()), load_words("en"), []
+    undecided = "not shown" if next_look(study, looks) is None else "open"
+    for found in looks[-1].claims:
+        role = claims[found.comparison_id].role
+        is_other = found.state == "equivalent" or found.p_holm is None
+        p_value = numbers.p_value(found.p_other_holm if is_other else found.p_holm)
+        rows.append(
+            (
+                f"{claims[found.comparison_id].claim}{'' if role == 'secondary' else f' ({role})'}",
+                numbers.points(found.difference),
+                words.span(found.ci_low, found.ci_high, numbers.points),
+                f"{p_value} (equivalence)" if found.state == "equivalent" else p_value,
+                undecided if found.state == "open" else words(f"looks.state.{found.state}"),
+                str(found.seeds),
+            )
+        )
+    header = ("claim", "difference, points", "repeated interval", "adjusted p", "state", "seeds per arm")
+    return numbers.markdown_table(header, rows)
+
+
+def picture(study: Study, looks: Sequence[LookFile], answers: pl.DataFrame) -> bytes:
+    """Return the PNG of all arms after the last look: differences to the reference arm, and accuracies over noise."""
+    found = plan_after(study, looks[:-1]).study
+    trained = {key: one for key, one in evaluations_of(study, answers).items() if key[1] in study.arms}
+    evaluations = {key: one for key, one in trained.items() if key[2] in found.seeds_of(key[1])}
+    differences = pl.DataFrame(difference_rows(found, Contrasts(found, evaluations)), infer_schema_length=None)
+    scorer = f"accuracy_{study.config.evaluation.primary_scorer}"
+    accuracy = pl.concat(
+        one.accuracy.select(pl.lit(arm).alias("arm"), pl.lit(seed).alias("seed"), "noise_level", accuracy=scorer)
+        for (_, arm, seed, _), one in evaluations.items()
+    ).with_columns(pl.lit(None, pl.Float64).alias(bound) for bound in ("ci_low", "ci_high"))
+    keys = [charts.SeriesKey(arm, number) for number, arm in enumerate(study.config.arms, start=1)]
+    words = load_words("en")
+    panels = (
+        charts.difference_panel(differences, keys, words),
+        charts.accuracy_over_noise(accuracy, keys, words, many=True),
+    )
+    chart = alt.hconcat(*(panel.chart.properties(title=panel.title) for panel in panels))
+    return vl_convert.vegalite_to_png(light_spec(chart, legend=True), scale=2)
+
+
 def judge(path: Path, folder: Path) -> list[str]:
     """Print every look of `folder` as judged again; return the numbers that are not the recorded ones."""
     study, looks = load_study_file(path), looks_of(folder)
@@ -188,7 +239,7 @@ def judge(path: Path, folder: Path) -> list[str]:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("pack", "judge", "look"))
+    parser.add_argument("action", choices=("pack", "judge", "look", "table", "picture"))
     parser.add_argument("source", type=Path, help="the results folder (pack) or the study file")
     parser.add_argument("folder", type=Path, help="the folder of the packed answers and looks")
     arguments = smallest.parse(parser)
@@ -197,6 +248,11 @@ def main() -> None:
     elif arguments.action == "look":
         found = next_look_of(load_study_file(arguments.source), arguments.folder)
         write_json(arguments.folder / f"look{found.look}.json", found)
+    elif arguments.action == "table":
+        print("\n".join(table(load_study_file(arguments.source), looks_of(arguments.folder))))  # noqa: T201
+    elif arguments.action == "picture":
+        study, answers = load_study_file(arguments.source), pl.read_parquet(arguments.folder / ANSWERS)
+        (arguments.folder / "robustness.png").write_bytes(picture(study, looks_of(arguments.folder), answers))
     elif others := judge(arguments.source, arguments.folder):
         sys.exit("\n".join(others))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from judged_answers import ANSWERS, differences, judged, looks_of, next_look_of
+from judged_answers import ANSWERS, differences, judged, looks_of, next_look_of, table
 
 from aqnpipe.config.study import load_study_file
 
@@ -38,3 +38,10 @@ def test_the_next_look_is_taken_when_the_answers_of_all_its_runs_are_there(looks
     pl.read_parquet(FOLDER / ANSWERS).filter(pl.col("arm") != "E5a").write_parquet(tmp_path / ANSWERS)
     with pytest.raises(SystemExit, match="look 1 needs 2 more runs: E5a seed 0, E5a seed 1"):
         next_look_of(study, tmp_path)
+
+
+def test_the_page_has_every_claim_at_the_last_look(looks):
+    page = (ROOT / "docs" / "decide.md").read_text(encoding="utf-8")
+    lines = table(load_study_file(ROOT / "config" / "decide.yaml"), looks)
+    assert len(lines) == len(looks[-1].claims) + 2
+    assert [line for line in lines if line not in page.splitlines()] == []
