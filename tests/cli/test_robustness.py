@@ -178,6 +178,7 @@ UNKNOWN = {"ci_low": -0.09, "ci_high": 0.01, "p_holm": 0.2}
             "Not known: 10 % noise costs b 4.0 points less than a (95 % interval -1.0 to +9.0; 500 questions); "
             "2,300 questions would decide it (80 %, if the true difference is this one).",
         ),
+        ({"kind": "noise", "difference": 0.0003} | UNKNOWN, "Not known: 10 % noise costs b 0.0 points ("),
         (UNKNOWN, "no number of questions decides it if the true difference is this one."),
         ({"difference": None, "p_holm": None, "refusal": "a and b are the same weights"}, "Not known: a and b are "),
     ],

@@ -18,6 +18,8 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 MXFP4 = FakeQuantization(format="mxfp4")
 NVFP4 = FakeQuantization(format="nvfp4")
+FP8 = FakeQuantization(format="fp8", activations=True)
+FP8_BLOCK = FakeQuantization(format="fp8_block", activations=True)
 NUM_EXPERTS = 4
 IDS = torch.randint(2, 64, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -186,10 +188,12 @@ def trained(model, error, **inputs):
 BOTH = FakeQuantization(format="nvfp4", activations=True)
 
 
-@pytest.mark.parametrize("error", [MXFP4, NVFP4, BOTH], ids=["mxfp4", "nvfp4", "both"])
+@pytest.mark.parametrize(
+    "error", [MXFP4, NVFP4, BOTH, FP8, FP8_BLOCK], ids=["mxfp4", "nvfp4", "both", "fp8", "fp8_block"]
+)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_logits_and_gradients_are_those_of_studies(make_model, error, attention):
-    model = make_model(intermediate_size=64, attn_implementation=attention)
+    model = make_model(intermediate_size=160, attn_implementation=attention)
     noise = OperatorNoise(
         error=error, phases=("actor_forward",), attention="fused" if attention == "sdpa" else "decomposed"
     )
@@ -216,12 +220,13 @@ def test_checkpoints_compute_again_with_quantized_operands(make_model, reentrant
     assert all(torch.equal(*pair) for pair in zip(stored, again, strict=True))
 
 
+@pytest.mark.parametrize("error", [BOTH, FP8, FP8_BLOCK], ids=["nvfp4", "fp8", "fp8_block"])
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-def test_other_number_formats(make_model, precision):
-    model = make_model(intermediate_size=64)
+def test_other_number_formats(make_model, precision, error):
+    model = make_model(intermediate_size=160)
     model = model.bfloat16() if precision == "bfloat16" else model
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-        _, receipt = trained(model, BOTH)
+        _, receipt = trained(model, error)
     receipt.check()
 
 
@@ -236,7 +241,7 @@ def test_adapters_a_generation_and_inference_mode(make_model):
 
 def test_weights_are_rounded_once_and_forgotten(make_model, monkeypatch):
     calls, rounded = [], quantized._rounded
-    monkeypatch.setattr(quantized, "_rounded", lambda *arguments: calls.append(1) or rounded(*arguments))
+    monkeypatch.setattr(quantized, "_rounded", lambda *args, **kind: calls.append(1) or rounded(*args, **kind))
     model = make_model(intermediate_size=64)
     quantized_run(model, MXFP4, forwards=3)[1].check()
     assert len(calls) == sum(isinstance(module, nn.Linear) for module in model.modules())
@@ -247,23 +252,26 @@ def test_weights_are_rounded_once_and_forgotten(make_model, monkeypatch):
 
 
 WRONG = {
-    "switched off": lambda error, tensor, *rest: tensor,
-    "of another format": lambda error, *rest: rounded_by(
-        error.model_copy(update={"format": "mxfp4" if error.format == "nvfp4" else "nvfp4"}), *rest
+    "switched off": lambda error, tensor, *rest, **kind: tensor,
+    "of another format": lambda error, *rest, **kind: rounded_by(
+        error.model_copy(update={"format": ANOTHER[error.format]}), *rest, **kind
     ),
-    "of another size": lambda error, tensor, *rest: tensor + 1.2 * (rounded_by(error, tensor, *rest) - tensor),
-    "in other blocks": lambda error, tensor, dim, batch: rounded_by(error, tensor.roll(8, dim), dim, batch).roll(
-        -16, dim
+    "of another size": lambda error, tensor, *rest, **kind: (
+        tensor + 1.2 * (rounded_by(error, tensor, *rest, **kind) - tensor)
     ),
+    "in other blocks": lambda error, tensor, dim, batch, **kind: rounded_by(
+        error, tensor.roll(8, dim), dim, batch, **kind
+    ).roll(-8 if error.format == "fp8_block" else -16, dim),
 }
+ANOTHER = {"mxfp4": "nvfp4", "nvfp4": "mxfp4", "fp8": "fp8_block", "fp8_block": "fp8"}
 rounded_by = quantized._rounded
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("error", [MXFP4, BOTH], ids=["weights", "both"])
+@pytest.mark.parametrize("error", [MXFP4, BOTH, FP8_BLOCK, FP8], ids=["weights", "both", "fp8_block", "fp8"])
 def test_another_rounding_is_refused(make_model, monkeypatch, wrong, error):
     monkeypatch.setattr(quantized, "_rounded", WRONG[wrong])
-    _, receipt = trained(make_model(intermediate_size=64), error)
+    _, receipt = trained(make_model(intermediate_size=160), error)
     with pytest.raises(ReceiptError, match="recomputed values are not the requested ones"):
         receipt.check()
 

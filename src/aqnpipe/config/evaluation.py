@@ -92,7 +92,8 @@ class EvaluationConfig(FrozenModel):
     noises: dict[Identifier, NamedNoise] = Field(
         default={},
         description="further noises by name, each evaluated once, or once per noise seed if it is random: settings of "
-        "operator_noise or module_noise as in an arm, or a preset (w4a16_mxfp4, w4a16_nvfp4, w4a4_mxfp4, w4a4_nvfp4)",
+        "operator_noise or module_noise as in an arm, or a preset (w4a16_mxfp4, w4a16_nvfp4, w4a4_mxfp4, w4a4_nvfp4, "
+        "w8a8_fp8, w8a8_fp8_block)",
     )
     operators: OperatorSet = "matmul"
     include_lm_head: bool = True

@@ -28,8 +28,8 @@ from aqnpipe.config.own_noise import OwnError
 from aqnpipe.config.validation_messages import did_you_mean
 from aqnpipe.errors import ConfigError
 
-Preset = Literal["w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4"]
-"""4-bit weights, with 16-bit (w4a16) or 4-bit (w4a4) activations, in all linear modules but the output projection."""
+Preset = Literal["w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4", "w8a8_fp8", "w8a8_fp8_block"]
+"""Bits of weights and activations, and their format, in all linear modules but the output projection."""
 
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
@@ -125,7 +125,8 @@ def level_noise(level: float, operators: OperatorSet, include_lm_head: bool) -> 
 def preset(name: Preset) -> EvaluationNoise:
     """Return the noise that a preset stands for."""
     bits, _, number_format = name.partition("_")
-    error: ErrorModel = FakeQuantization.model_validate({"format": number_format, "activations": bits == "w4a4"})
+    activations = not bits.endswith("a16")
+    error: ErrorModel = FakeQuantization.model_validate({"format": number_format, "activations": activations})
     return EvaluationNoise(operator_noise=_OperatorNoise(error=error, include_lm_head=False))
 
 

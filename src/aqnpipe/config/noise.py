@@ -56,10 +56,14 @@ class MantissaTruncation(FrozenModel):
 
 
 class FakeQuantization(FrozenModel):
-    """Operands of products with a weight rounded to a 4-bit block format; straight-through gradients."""
+    """Operands of products with a weight rounded to a 4-bit or 8-bit format; straight-through gradients."""
 
     kind: Literal["fake_quantization"] = "fake_quantization"
-    format: Literal["mxfp4", "nvfp4"]
+    format: Literal["mxfp4", "nvfp4", "fp8", "fp8_block"] = Field(
+        description="mxfp4: blocks of 32 with a power of two as scale; nvfp4: blocks of 16 with an E4M3 scale; fp8: "
+        "E4M3 with a scale for the whole tensor; fp8_block: E4M3 with one for 128 x 128 weights and for 128 "
+        "activations of a token"
+    )
     weights: bool = True
     activations: bool = False
 
@@ -128,7 +132,7 @@ def quantity_of(error: AppliedError) -> Quantity:
 def requested_size(error: AppliedError | MeasuredError) -> float:
     """Return the expected root mean square of `error`; for roundings of a number format, an upper bound.
 
-    The relative error is below 2^-b for truncation to b bits, and at most 1 for rounding to a 4-bit format. The size
+    The relative error is below 2^-b for truncation to b bits, and at most 1 for rounding to a format. The size
     of a measured error is its multiple, that of a user's own the upper limit that was announced.
     """
     match error:

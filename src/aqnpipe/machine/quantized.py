@@ -1,4 +1,4 @@
-"""Operands of products with a weight, rounded to a 4-bit block format as a device with 4-bit weights has them.
+"""Operands of products with a weight, rounded to a 4-bit or 8-bit format as a device with such weights has them.
 
 A weight is a parameter with two dimensions or more, or a view of one; a cast of one is a weight too. Blocks lie along
 the dimension over which the forward pass sums. Autograd keeps the operands as they were, so a backward pass rounds them
@@ -47,7 +47,7 @@ class QuantizedOperands:
             elif factor and error.activations:
                 if not is_gradient and torch.is_grad_enabled():
                     operand.untyped_storage()._aqnpipe_factor = True  # type: ignore[attr-defined]
-                operand = _rounded(error, operand, dim, 0)
+                operand = _rounded(error, operand, dim, 0, is_weight=False)
             found.append(operand)
         return found[0], found[1]
 
@@ -61,7 +61,7 @@ class QuantizedOperands:
     def _weight(self, error: FakeQuantization, weight: Tensor, dim: int, *, is_cached: bool) -> Tensor:
         batch = weight.dim() - 2
         if not is_cached:
-            return _rounded(error, weight, dim, batch)
+            return _rounded(error, weight, dim, batch, is_weight=True)
         storage: Any = weight.untyped_storage()
         views: dict[Any, _Cached] | None = getattr(storage, "_aqnpipe_quantized", None)
         if views is None:
@@ -72,7 +72,7 @@ class QuantizedOperands:
         cached = views.get(view)
         # Changes through `weight.data` leave the version as it is, but not a sample of the values.
         if cached is None or cached.version != version or not torch.equal(cached.sample, now):
-            cached = views[view] = _Cached(version, now, _rounded(error, weight, dim, batch))
+            cached = views[view] = _Cached(version, now, _rounded(error, weight, dim, batch, is_weight=True))
         return cached.quantized
 
 
@@ -104,11 +104,11 @@ def _sample(weight: Tensor) -> Tensor:
     return weight.detach()[tuple(slice(None, None, -(-size // _SAMPLED_PER_DIM)) for size in weight.shape)].clone()
 
 
-def _rounded(error: FakeQuantization, tensor: Tensor, dim: int, batch: int) -> Tensor:
+def _rounded(error: FakeQuantization, tensor: Tensor, dim: int, batch: int, *, is_weight: bool) -> Tensor:
     """Round blocks along `dim`; each matrix of the first `batch` dimensions by itself."""
     rows = [axis for axis in range(batch, tensor.dim()) if axis != dim]
     order = [*range(batch), *rows, dim]
     turned = tensor.detach().permute(order)
     blocks = turned.reshape(turned.shape[:batch].numel(), -1 if tensor.numel() else 0, turned.shape[-1])
-    quantized = fake_quantize(blocks, error.format, of_each_matrix=True).reshape(turned.shape)
+    quantized = fake_quantize(blocks, error.format, of_each_matrix=True, is_weight=is_weight).reshape(turned.shape)
     return quantized.permute([order.index(axis) for axis in range(tensor.dim())])

@@ -1,7 +1,8 @@
-"""Products of operands in 4-bit block formats, recomputed for sampled elements with a rounding of numpy.
+"""Products of operands in 4-bit and 8-bit formats, recomputed for sampled elements with a rounding of numpy.
 
 MXFP4: blocks of 32 elements E2M1 with a power of two as scale (OCP Microscaling Formats v1.0, section 6.3). NVFP4:
-blocks of 16 with an E4M3 scale, and a float32 scale for a whole matrix.
+blocks of 16 with an E4M3 scale, and a float32 scale for a whole matrix. FP8: elements E4M3, with a float32 scale for a
+whole matrix, or for blocks of 128, which are 128 x 128 in weights.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from aqnpipe.noise.audit.classification import MatrixParameters, keeps_the_param
 from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray
 from aqnpipe.proof.recompute import Sampled, place_of, wide
 
-_BLOCK = {"mxfp4": 32, "nvfp4": 16}
+_BLOCK = {"mxfp4": 32, "nvfp4": 16, "fp8": 128, "fp8_block": 128}
 _E2M1_MAX, _E4M3_MAX, _E4M3_MIN_NORMAL = 6.0, 448.0, 2.0**-6
 
 
@@ -107,11 +108,13 @@ def _line(
         return wide(matrix[int(index)])
     whole = matrix if factor.is_weight else factor.tensor
     largest = np.float32(whole.detach().abs().max().float().item())
+    size = _BLOCK[error.format]
+    start = int(index) // size * size
+    if error.format == "fp8_block" and factor.is_weight:
+        return _tile_row(matrix[start : start + size], int(index) - start)
     if not is_gradient:
         return _rounded(matrix[int(index)], error, largest)
     # Blocks lie along the dimension of the forward pass, which is not the one that is summed over here.
-    size = _BLOCK[error.format]
-    start = int(index) // size * size
     return _rounded(matrix[start : start + size].T, error, largest)[:, int(index) - start]
 
 
@@ -120,9 +123,36 @@ def _rounded(values: Tensor, error: FakeQuantization, largest: np.float32) -> Fl
     size, width = _BLOCK[error.format], values.shape[-1]
     rows: Any = wide(values).astype(np.float32).reshape(-1, width)
     blocks = np.pad(rows, ((0, 0), (0, -width % size))).reshape(-1, size)
-    rounded = _mxfp4(blocks) if error.format == "mxfp4" else _nvfp4(blocks, largest)
+    rounded = _blocks(blocks, error, largest)
     found = np.ascontiguousarray(rounded.reshape(len(rows), -1)[:, :width]).reshape(tuple(values.shape))
     return wide(torch.from_numpy(found).to(values.dtype))
+
+
+def _blocks(blocks: FloatArray, error: FakeQuantization, largest: np.float32) -> FloatArray:
+    match error.format:
+        case "mxfp4":
+            return _mxfp4(blocks)
+        case "nvfp4":
+            return _nvfp4(blocks, largest)
+        case "fp8":
+            return _fp8(blocks, largest)
+        case "fp8_block":
+            return _fp8(blocks, np.abs(blocks).max(-1, keepdims=True))
+
+
+def _tile_row(rows: Tensor, number: int) -> FloatArray:
+    """Return row `number` of the rows of one row of tiles, rounded to FP8 with the scale of each tile."""
+    values = wide(rows).astype(np.float32)
+    starts = np.arange(0, values.shape[1], _BLOCK["fp8_block"])
+    largest = np.maximum.reduceat(np.abs(values).max(0), starts)
+    rounded = _fp8(values[number], np.repeat(largest, _BLOCK["fp8_block"])[: values.shape[1]])
+    return wide(torch.from_numpy(rounded).to(rows.dtype))
+
+
+def _fp8(values: FloatArray, largest: Any) -> FloatArray:
+    scale = np.maximum(np.asarray(largest, np.float32) / np.float32(_E4M3_MAX), np.float32(2.0**-126))
+    elements = _e4m3(np.clip(values * (np.float32(1) / scale), -_E4M3_MAX, _E4M3_MAX))
+    return elements.astype(np.float32) * scale
 
 
 def _mxfp4(blocks: FloatArray) -> FloatArray:
@@ -135,9 +165,7 @@ def _nvfp4(blocks: FloatArray, largest: np.float32) -> FloatArray:
     one = np.float32
     of_matrix = np.maximum(largest / one(_E4M3_MAX * _E2M1_MAX), one(2.0**-121))
     of_block = np.abs(blocks).max(-1, keepdims=True) / one(_E2M1_MAX) / of_matrix
-    of_block = np.clip(of_block, one(_E4M3_MIN_NORMAL), one(_E4M3_MAX))
-    step = np.ldexp(1.0, _exponent(of_block) - 3)
-    of_block = (np.rint(of_block / step) * step).astype(np.float32)
+    of_block = _e4m3(np.clip(of_block, one(_E4M3_MIN_NORMAL), one(_E4M3_MAX))).astype(np.float32)
     elements = _e2m1(blocks * (one(1) / of_matrix / of_block)).astype(np.float32)
     return elements * (of_matrix * of_block)
 
@@ -145,6 +173,11 @@ def _nvfp4(blocks: FloatArray, largest: np.float32) -> FloatArray:
 def _e2m1(values: FloatArray) -> FloatArray:
     step = np.ldexp(0.5, _exponent(np.clip(np.abs(values), 1, _E2M1_MAX)))
     return np.rint(np.clip(values, -_E2M1_MAX, _E2M1_MAX) / step) * step
+
+
+def _e4m3(values: FloatArray) -> FloatArray:
+    step = np.ldexp(1.0, np.maximum(_exponent(np.abs(values)), -6) - 3)
+    return np.rint(values / step) * step
 
 
 def _exponent(values: FloatArray) -> IntArray:

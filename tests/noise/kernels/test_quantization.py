@@ -14,6 +14,8 @@ from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.noise.kernels.quantization import (
     MANTISSA_BITS,
     fake_quantize,
+    fake_quantize_fp8,
+    fake_quantize_fp8_block,
     fake_quantize_mxfp4,
     fake_quantize_nvfp4,
     round_to_e2m1,
@@ -23,6 +25,7 @@ from aqnpipe.noise.kernels.quantization import (
 TORCHAO_REFERENCE = load_file(Path(__file__).with_name("torchao_reference.safetensors"))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMATS = ["mxfp4", "nvfp4"]
+ALL_FORMATS = [*FORMATS, "fp8", "fp8_block"]
 MXFP4_EXPONENTS = [(torch.float32, (-149, 128)), (torch.bfloat16, (-133, 128)), (torch.float16, (-24, 16))]
 NVFP4_EXPONENTS = [(torch.float32, (-105, 128)), (torch.bfloat16, (-105, 128)), (torch.float16, (-24, 16))]
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -233,13 +236,37 @@ def test_nvfp4_of_hand_computed_blocks(dtype):
     assert_same_bits(fake_quantize_nvfp4(blocks.to(dtype)), expected.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_of_hand_computed_tensors(dtype):
+    # max 448: scale 1. Spacing 32 from 256 (304 and 336 are ties), 1/8 from 1, 2^-9 below 2^-6; half of that is a tie.
+    tensor = block(448, -304, 336, 17, 1.0625, 0.0078125, -0.0009765625, length=8, dtype=dtype)
+    expected = block(448, -320, 320, 16, 1.0, 0.0078125, -0.0, length=8, dtype=dtype)
+    assert_same_bits(fake_quantize_fp8(tensor), expected)
+    # Twice the numbers have twice the scale.
+    assert_same_bits(fake_quantize_fp8(2 * tensor), 2 * expected)
+
+
+def test_blocks_of_fp8_are_rows_of_activations_and_squares_of_weights():
+    tensor = torch.full((130, 130), 1.0625)
+    tensor[0, 0], tensor[129, 129] = 448.0, 4.48
+    # Where 448 is the largest number, 1.0625 is a tie that goes to 1.
+    assert (fake_quantize_fp8(tensor) == 1).sum() == 130 * 130 - 2
+    ones = fake_quantize_fp8_block(tensor) == 1
+    assert (ones.sum(), ones[0, 1:128].sum()) == (127, 127)
+    ones = fake_quantize_fp8_block(tensor, is_weight=True) == 1
+    assert (ones.sum(), ones[:128, :128].sum()) == (128 * 128 - 1, 128 * 128 - 1)
+    each = fake_quantize_fp8(torch.stack([tensor, tensor[1:, 1:].new_full((130, 130), 1.0625)]), of_each_matrix=True)
+    assert torch.equal(each[0], fake_quantize_fp8(tensor))
+    torch.testing.assert_close(each[1], torch.full((130, 130), 1.0625))
+
+
 def test_a_larger_value_elsewhere_in_the_tensor_changes_only_the_scales_of_nvfp4():
     tensor = torch.stack([block(1.0, 0.3), block(1e5)])
     assert torch.equal(fake_quantize_mxfp4(tensor)[0], fake_quantize_mxfp4(tensor[0]))
     assert not torch.equal(fake_quantize_nvfp4(tensor)[0], fake_quantize_nvfp4(tensor[0]))
 
 
-@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("number_format", ALL_FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_stay_zeros_with_their_signs(dtype, number_format):
     zeros = torch.zeros(2, 64, dtype=dtype)
@@ -247,7 +274,7 @@ def test_zeros_stay_zeros_with_their_signs(dtype, number_format):
     assert_same_bits(fake_quantize(zeros, number_format), zeros)
 
 
-@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("number_format", ALL_FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_and_the_smallest_numbers_stay_finite(dtype, number_format):
     info = torch.finfo(dtype)
@@ -328,6 +355,39 @@ def test_nvfp4_is_bit_for_bit_what_ml_dtypes_gives_down_to_its_smallest_tensor_s
         assert_same_bits(fake_quantize_nvfp4(tensor), expected)
 
 
+def fp8_reference(values, size, rows=1):
+    """FP8 in numpy's float32 with the cast of ml_dtypes, with a scale for blocks of `rows` x `size`."""
+    found = np.empty_like(values)
+    for top in range(0, values.shape[0], rows):
+        for left in range(0, values.shape[1], size):
+            block = values[top : top + rows, left : left + size]
+            scale = np.maximum(np.abs(block).max() / np.float32(448), np.float32(2**-126))
+            elements = np.clip(block * (np.float32(1) / scale), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            found[top : top + rows, left : left + size] = elements.astype(np.float32) * scale
+    return found
+
+
+@pytest.mark.parametrize("shape", [(3, 32), (150, 300), (128, 256)])
+@pytest.mark.parametrize("exponent", [-120, -20, 0, 100])
+def test_fp8_is_bit_for_bit_what_ml_dtypes_gives(shape, exponent):
+    tensor = random_tensor(*shape) * torch.logspace(-6, 3, shape[1]) * 2.0**exponent
+    for found, expected in (
+        (fake_quantize_fp8(tensor), fp8_reference(tensor.numpy(), shape[1], shape[0])),
+        (fake_quantize_fp8_block(tensor), fp8_reference(tensor.numpy(), 128)),
+        (fake_quantize_fp8_block(tensor, is_weight=True), fp8_reference(tensor.numpy(), 128, 128)),
+    ):
+        assert_same_bits(found, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_makes_its_scale_nan(value):
+    tensor = random_tensor(130, 130)
+    tensor[0, 0] = value
+    assert fake_quantize_fp8(tensor).isnan().all()
+    assert fake_quantize_fp8_block(tensor).isnan().sum() == 128
+    assert fake_quantize_fp8_block(tensor, is_weight=True).isnan().sum() == 128 * 128
+
+
 @pytest.mark.parametrize("number_format", FORMATS)
 @pytest.mark.parametrize("key", sorted(key.removesuffix(".input") for key in TORCHAO_REFERENCE if "input" in key))
 def test_formats_are_bit_for_bit_those_of_torchao(key, number_format):
@@ -378,16 +438,16 @@ def test_nvfp4_is_odd_within_its_spacing_and_almost_idempotent(values):
     torch.testing.assert_close(again, quantized, rtol=2.0**-20, atol=2.0**-147)
 
 
-@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("number_format", ALL_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_float32_rounded_once(dtype, number_format):
     tensor = random_tensor(16, 64, dtype=dtype)
     assert_same_bits(fake_quantize(tensor, number_format), fake_quantize(tensor.float(), number_format).to(dtype))
 
 
-@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("number_format", ALL_FORMATS)
 def test_layout_does_not_matter_and_the_input_is_kept(number_format):
-    tensor = random_tensor(64, 3, 64)
+    tensor = random_tensor(64, 3, 128)
     kept = tensor.clone()
     strided = tensor.transpose(0, 2)
     assert_same_bits(fake_quantize(strided, number_format), fake_quantize(strided.contiguous(), number_format))
@@ -410,7 +470,7 @@ def test_a_last_block_with_fewer_elements_has_a_scale_of_its_own():
 
 
 def test_unknown_formats_and_dtypes_are_refused():
-    with pytest.raises(ConfigError, match="unknown number format 'fp4', expected one of mxfp4, nvfp4"):
+    with pytest.raises(ConfigError, match="unknown number format 'fp4', expected one of mxfp4, nvfp4, fp8, fp8_block"):
         fake_quantize(torch.ones(32), "fp4")
     with pytest.raises(ModelError, match=r"torch\.float64, expected one of torch\.float32"):
         fake_quantize_mxfp4(torch.ones(32, dtype=torch.float64))
@@ -426,7 +486,7 @@ def quantized_linear(inputs, weight, bias, number_format, quantize_weight, quant
     return F.linear(used_inputs, used_weight, bias)
 
 
-@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("number_format", ALL_FORMATS)
 def test_the_gradient_passes_straight_through_the_quantizer(number_format):
     tensor, gradient = random_tensor(4, 64).requires_grad_(), random_tensor(4, 64, seed=1)
     fake_quantize(tensor, number_format).backward(gradient)
@@ -444,7 +504,7 @@ def test_a_hand_computed_linear_layer_differentiates_with_the_quantized_weight()
     assert torch.equal(weight.grad[0], block(2.0, -4.0))
 
 
-@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("number_format", ALL_FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("quantize_weight", "quantize_activation"), [(True, False), (False, True), (True, True)])
 def test_gradients_are_those_of_the_product_that_was_computed(

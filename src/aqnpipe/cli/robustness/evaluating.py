@@ -158,7 +158,7 @@ def answer_of(report: RobustnessReport) -> str:
         (-row.difference, -row.ci_high, -row.ci_low) if is_turned else (row.difference, row.ci_low, row.ci_high)
     )
     first, second = (row.second, row.first) if is_turned else (row.first, row.second)
-    costs = f"{_noise(level, row.noise)} noise costs {first} {100 * amount:.1f} points"
+    costs = f"{_noise(level, row.noise)} noise costs {first} {round(100 * amount, 1) + 0.0:.1f} points"
     costs += f" less than {second}" if kind == "degradation" else ""
     is_shown = row.p_holm < report.alpha
     verdict = "Not known" if not is_shown else "Yes" if amount > 0 else "No"

@@ -1,15 +1,16 @@
-"""Deterministic number-format errors: mantissa truncation, and fake quantization to MXFP4 and NVFP4.
+"""Deterministic number-format errors: mantissa truncation, and fake quantization to MXFP4, NVFP4 and FP8.
 
 Pure tensor functions of float32, bfloat16 and float16 (truncation: float64 too). They return values of the number
 format in the dtype of their input. Their gradient ignores the rounding (straight-through). They compute in float32 with
 operations that IEEE 754 defines bit for bit, so all devices give the same result.
 
-Elements of both formats are E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign (OCP Microscaling Formats v1.0, section 5.3.3).
-A block of neighbours along the last dimension, which a linear layer contracts, shares one scale.
+Elements of MXFP4 and NVFP4 are E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign (OCP Microscaling Formats v1.0, section
+5.3.3), those of FP8 are E4M3 (torch.float8_e4m3fn). A block of neighbours along the last dimension, which a linear
+layer contracts, shares one scale; FP8 has one for the whole tensor, or for blocks too.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from aqnpipe.errors import ConfigError, ModelError
 
-NumberFormat = Literal["mxfp4", "nvfp4"]
+NumberFormat = Literal["mxfp4", "nvfp4", "fp8", "fp8_block"]
 
 MANTISSA_BITS: dict[torch.dtype, int] = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 """Explicit mantissa bits of the formats that can be truncated."""
@@ -27,6 +28,7 @@ E4M3_MAX = 448.0
 E4M3_MIN_NORMAL = 2.0**-6
 MXFP4_BLOCK_SIZE = 32
 NVFP4_BLOCK_SIZE = 16
+FP8_BLOCK_SIZE = 128
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FAKE_QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +39,7 @@ _E8M0_MIN = 2.0**-127
 _MXFP4_MAX_SCALE = 2.0**126
 # Smallest tensor scale of NVFP4 whose reciprocal, divided by the smallest block scale (2^-6), is still finite.
 _MIN_TENSOR_SCALE = 2.0**-121
+_MIN_FP8_SCALE = 2.0**-126
 
 
 def truncate_mantissa_(tensor: Tensor, mantissa_bits: int) -> Tensor:
@@ -96,16 +99,44 @@ def fake_quantize_nvfp4(tensor: Tensor, block_size: int = NVFP4_BLOCK_SIZE, *, o
     return _StraightThrough.apply(tensor, _to_nvfp4_each if of_each_matrix else _to_nvfp4, "NVFP4", block_size)
 
 
-def fake_quantize(tensor: Tensor, number_format: NumberFormat, *, of_each_matrix: bool = False) -> Tensor:
+def fake_quantize_fp8(tensor: Tensor, *, of_each_matrix: bool = False) -> Tensor:
+    """Round to FP8 and back: E4M3 elements, a float32 scale for the whole tensor, max|tensor| / 448.
+
+    `of_each_matrix`: each matrix of a batch [..., rows, columns] is a tensor with a scale of its own. The scale is at
+    least 2^-126. Zeros keep their signs; a NaN or an infinity anywhere makes all of the tensor NaN. In a 16-bit dtype
+    the product with the scale is rounded to that dtype. Straight-through gradient; ModelError for other dtypes.
+    """
+    return _StraightThrough.apply(tensor, _to_fp8_each if of_each_matrix else _to_fp8, "FP8", 1)
+
+
+def fake_quantize_fp8_block(tensor: Tensor, *, is_weight: bool = False) -> Tensor:
+    """Round to FP8 and back with a scale for every 128 neighbours along the last dimension; as `fake_quantize_fp8`.
+
+    `is_weight`: a scale for every 128 x 128 elements of a matrix, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+    """
+    return _StraightThrough.apply(tensor, _to_fp8_tiles if is_weight else _to_fp8_blocks, "FP8", FP8_BLOCK_SIZE)
+
+
+def fake_quantize(
+    tensor: Tensor, number_format: NumberFormat, *, of_each_matrix: bool = False, is_weight: bool = False
+) -> Tensor:
     """Round to `number_format` and back, with its standard block size; see the function of that format.
 
-    `of_each_matrix`: what the format has once per tensor, each matrix of a batch has.
+    `of_each_matrix`: what the format has once per tensor, each matrix of a batch has. `is_weight`: the blocks are those
+    of a weight, where the format has others for it.
     """
-    if number_format not in _FORMATS:
-        raise ConfigError(f"unknown number format {number_format!r}, expected one of {', '.join(_FORMATS)}")
-    if of_each_matrix and number_format == "nvfp4":
-        return fake_quantize_nvfp4(tensor, of_each_matrix=True)
-    return _FORMATS[number_format](tensor)
+    match number_format:
+        case "mxfp4":
+            return fake_quantize_mxfp4(tensor)
+        case "nvfp4":
+            return fake_quantize_nvfp4(tensor, of_each_matrix=of_each_matrix)
+        case "fp8":
+            return fake_quantize_fp8(tensor, of_each_matrix=of_each_matrix)
+        case "fp8_block":
+            return fake_quantize_fp8_block(tensor, is_weight=is_weight)
+        case _:
+            expected = ", ".join(get_args(NumberFormat))
+            raise ConfigError(f"unknown number format {number_format!r}, expected one of {expected}")
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -153,6 +184,30 @@ def _to_nvfp4(blocks: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
     return elements.mul_(tensor_scale * block_scale)
 
 
+def _to_fp8_each(blocks: Tensor) -> Tensor:
+    """Round blocks [..., rows, blocks of a row, size] with a scale for each matrix."""
+    return _to_fp8(blocks, dim=(-3, -2, -1))
+
+
+def _to_fp8_blocks(blocks: Tensor) -> Tensor:
+    return _to_fp8(blocks, dim=(-1,))
+
+
+def _to_fp8_tiles(blocks: Tensor) -> Tensor:
+    """Round blocks [..., rows, blocks of a row, size] with a scale for as many rows as a block has elements."""
+    rows = blocks.shape[-3]
+    padded = functional.pad(blocks, (0, 0, 0, 0, 0, -rows % FP8_BLOCK_SIZE))
+    tiles = padded.unflatten(-3, (-1, FP8_BLOCK_SIZE))
+    return _to_fp8(tiles, dim=(-3, -1)).flatten(-4, -3)[..., :rows, :, :]
+
+
+def _to_fp8(blocks: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
+    scale = _divided(blocks.abs().amax(dim, keepdim=True), E4M3_MAX).clamp_min(_MIN_FP8_SCALE)
+    # Beyond 448 by a rounding of the scale, float8_e4m3fn would be NaN.
+    elements = (blocks * scale.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX)
+    return elements.to(torch.float8_e4m3fn).float().mul_(scale)
+
+
 def _power_of_two_below(magnitudes: Tensor) -> Tensor:
     """Return 2^floor(log2 x) of float32 `magnitudes` by their exponent field: 0 if subnormal, inf if not finite."""
     return (magnitudes.view(torch.int32) & _FLOAT32_EXPONENT).view(torch.float32)
@@ -165,6 +220,3 @@ def _divided(tensor: Tensor, divisor: float) -> Tensor:
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
-
-
-_FORMATS: dict[NumberFormat, Callable[[Tensor], Tensor]] = {"mxfp4": fake_quantize_mxfp4, "nvfp4": fake_quantize_nvfp4}
