@@ -100,8 +100,8 @@ def answer_of(found: "RunComparison") -> str:
     if not found.has_band:
         sizes = [f"{row.metric} {_percent(row.relative, '+')}" for row in found.metrics if row.relative is not None]
         return (
-            "Not known whether seeds explain the difference: each side has one run, and one side needs two at least. Mean "
-            f"differences: {', '.join(sizes)} (a mean loss difference below {_ACCEPTED} is a usual acceptance)."
+            "Not known whether seeds explain the difference: each side has one run, and one side needs two at least. "
+            f"Mean differences: {', '.join(sizes)} (a mean loss difference below {_ACCEPTED} is a usual acceptance)."
         )
     widest = max((row for row in found.metrics if row.relative is not None), key=_reach, default=None)
     limit = "" if widest is None else f"; mean differences of up to {_percent(_reach(widest))} ({widest.metric}) remain"
