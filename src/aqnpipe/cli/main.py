@@ -13,6 +13,7 @@ with interrupts_end_at_once():
 
     from aqnpipe.cli.check import check
     from aqnpipe.cli.check_published import check_published
+    from aqnpipe.cli.compare_runs import compare_runs
     from aqnpipe.cli.diagnose.command import diagnose
     from aqnpipe.cli.doctor.command import doctor
     from aqnpipe.cli.exec import execute
@@ -81,7 +82,7 @@ def lm_eval(
 _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Studies": (init, check, plan, run, report, view, verify, export, sigmas, schema),
     "Models and programs under noise": (execute, robustness, sensitivity, measure_noise, lm_eval),
-    "Machines": (doctor, diagnose, capture, parity),
+    "Machines": (doctor, diagnose, capture, parity, compare_runs),
     "Answers and published figures": (score, check_published),
 }
 # Options behind the study are Snakemake's, and all of `lm-eval` are those of the harness.
