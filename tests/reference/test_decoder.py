@@ -83,7 +83,7 @@ def test_other_prompts_are_seen():
     trace = DecodingTrace([[5, 6]], PAD, Choice())
     trace.note({"input_ids": torch.tensor([[5, 7, PAD]]), "past_key_values": cache(3)}, logits_for([END])[:, None])
     assert trace.prompts_read == [[5, 7]]
-    assert "read 1 prompts for 2 of 1" in trace.judge([[END], [END]]).findings[0][1]
+    assert "read 1 of 1 prompts, 2 have a response" in trace.judge([[END], [END]]).findings[0][1]
 
 
 def test_a_common_prefix_belongs_to_every_prompt():

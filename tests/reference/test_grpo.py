@@ -11,10 +11,8 @@ from tiny_training import training_spec
 
 from aqnpipe.config.arm import ImportanceSampling
 from aqnpipe.reference.grpo import (
-    Observed,
     Tokens,
     advantages,
-    cause_of,
     centred,
     importance_weights,
     kl_slopes,
@@ -22,6 +20,7 @@ from aqnpipe.reference.grpo import (
     slopes,
     unclipped_slopes,
 )
+from aqnpipe.reference.loss_causes import Observed, cause_of
 
 CLIPS = training_spec(kl_coefficient=0.1, clip_ratio=0.2, temperature=1.0).training
 DUAL = training_spec(kl_coefficient=0.0, clip_ratio=0.2, clip_ratio_c=3.0).training

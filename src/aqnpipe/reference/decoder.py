@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from aqnpipe.reference.draws import Draw, cause_of
 from aqnpipe.seeding import derive_seed
 
 _ROWS = 16
 """Rows of a forward whose logits are kept to repeat their draws; of the first token, as many as have room."""
 _MEMORY = 2**27
 """Bytes of kept logits from which on no more are kept."""
-_DRAW_ERROR = 2e-5
-"""Logarithmic distance of a drawn token to the best one that rounding explains, beside the rounding of the logits."""
 _NOTED_ERROR = 2e-4
 """Absolute error of a log-probability that a sampler computes in float32."""
 
@@ -122,15 +121,19 @@ class DecodingTrace:
         """Return the most probable tokens [rows] and their logits; keep the logits of some rows, from place `first`."""
         top = logits.argmax(-1)
         if self._choice.temperature is not None:
-            size = logits[0].numel() * logits.element_size()
-            room = ((_MEMORY // 2 if step == 0 else _MEMORY) - self._bytes) // size
-            drawn = sorted(
-                range(len(logits)), key=lambda row: derive_seed(self._choice.seed, "audited rows", step, row)
-            )
-            for row in drawn[: max(0, room if step == 0 else min(_ROWS, room))]:
-                self._kept[step, first + row] = logits[row].clone()
-                self._bytes += size
+            self._keep(logits, step, first)
         return top, logits.gather(-1, top[:, None])[:, 0].float()
+
+    def _keep(self, logits: Tensor, step: int, first: int) -> None:
+        size = logits[0].numel() * logits.element_size()
+        room = ((_MEMORY // 2 if step == 0 else _MEMORY) - self._bytes) // size
+        count = room if step == 0 else min(_ROWS, room)
+        if count <= 0:
+            return
+        drawn = sorted(range(len(logits)), key=lambda row: derive_seed(self._choice.seed, "audited rows", step, row))
+        for row in drawn[:count]:
+            self._kept[step, first + row] = logits[row].clone()
+            self._bytes += size
 
     @property
     def prompts_read(self) -> list[list[int]]:
@@ -151,22 +154,17 @@ class DecodingTrace:
         """Compare the responses with the tokens that were read, and with those that the logits choose."""
         findings = list(self.problems)
         if not len(self._read) == len(self.prompts) == len(responses):
-            findings.append(
-                (
-                    None,
-                    f"the model read {len(self._read)} prompts for {len(responses)} of {len(self.prompts)} responses",
-                )
-            )
+            read = f"the model read {len(self._read)} of {len(self.prompts)} prompts, {len(responses)} have a response"
+            findings.append((None, read))
         elif not all(responses):
             findings.append((None, "a response has no tokens"))
         if findings:
             return Verdict(tuple(findings), 0, 0, (), (), {})
         rows_of, misread = self._followed(responses)
         wrong, top_logits, most_probable = self._compared(rows_of, responses)
+        gaps: list[float] = []
         if self._choice.temperature is not None:
             gaps, wrong = self._repeated_draws(rows_of, responses)
-        else:
-            gaps = []
         moved: dict[int, int] = {}
         for step, (before, now) in enumerate(pairwise(rows_of), start=1):
             for place, row in enumerate(now):
@@ -194,8 +192,8 @@ class DecodingTrace:
         self, rows_of: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> tuple[list[Finding], list[list[float]], int]:
         """Return the first token of each row that is not the most probable one, top logits by row, and a count."""
-        parts = zip(*self._first, strict=True)
-        tops = [tuple(map(torch.cat, parts)), *((top, logit) for _, top, logit in self._steps)]
+        first = [torch.cat(parts) for parts in zip(*self._first, strict=True)]
+        tops = [first, *([top, logit] for _, top, logit in self._steps)]
         wrong: dict[int, str] = {}
         top_logits: list[list[float]] = [[] for _ in responses]
         count = 0
@@ -222,11 +220,11 @@ class DecodingTrace:
         for draw, gap in zip(draws, gaps, strict=True):
             if gap > 1:
                 wrong.setdefault(draw.row, draw.step)
-        cause = _cause(draws, self._choice.temperature or 1.0) if wrong else ""
+        cause = cause_of(draws, self._choice.temperature or 1.0) if wrong else ""
         temperature = f"the study samples at temperature {self._choice.temperature:g} with draws keyed by this batch"
         return gaps, [(row, f"token {step + 1} is {cause}; {temperature}") for row, step in sorted(wrong.items())]
 
-    def _draws(self, rows_of: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list["_Draw"]:
+    def _draws(self, rows_of: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[Draw]:
         choice, found = self._choice, []
         generator: torch.Generator | None = None
         for step in range(min(len(rows_of), 1 + max((step for step, _ in self._kept), default=-1))):
@@ -238,7 +236,7 @@ class DecodingTrace:
             for place, logits in kept:
                 row = rows_of[step][place]
                 draws = whole[choice.first_row + row].double().log()
-                found.append(_Draw(row, step, responses[row][step], logits.double(), draws, choice.temperature or 1.0))
+                found.append(Draw(row, step, responses[row][step], logits.double(), draws, choice.temperature or 1.0))
         return sorted(found, key=lambda draw: (draw.step, draw.row))
 
     def noted_problem(self, noted: Sequence[Sequence[float]], responses: Sequence[Sequence[int]]) -> str | None:
@@ -254,48 +252,6 @@ class DecodingTrace:
                     f"{expected:.6g}: it drew from other (rounded?) logits"
                 )
         return None
-
-
-@dataclass(frozen=True)
-class _Draw:
-    """One repeated draw; `logits` and `draws` (logarithms of the variates) are [vocabulary], in float64."""
-
-    row: int
-    step: int
-    token: int
-    logits: Tensor
-    draws: Tensor
-    temperature: float
-
-    def gap(self, temperature: float | None = None, top: int | None = None) -> float:
-        """Return the distance of the token to the best one, of the `top` most probable ones, in units of rounding."""
-        if not self.logits.isfinite().all():
-            return 0.0  # The guard of the run ends it at the loss.
-        temperature = temperature or self.temperature
-        # argmax p/e is argmax (log p - log e), and the normaliser of p does not matter.
-        scores = self.logits / temperature - self.draws
-        if top is not None:
-            scores = scores.masked_fill(self.logits < self.logits.topk(min(top, len(scores))).values[-1], -torch.inf)
-        rounding = 8 * torch.finfo(torch.float32).eps * float(self.logits.abs().max()) / temperature
-        return float(scores.max() - scores[self.token]) / (_DRAW_ERROR + rounding)
-
-    @property
-    def rank(self) -> int:
-        """1 for the most probable token."""
-        return int((self.logits > self.logits[self.token]).sum()) + 1
-
-
-def _cause(draws: Sequence[_Draw], temperature: float) -> str:
-    """Return what explains tokens that are not the study's draws."""
-    ranks = [draw.rank for draw in draws]
-    if max(ranks) == 1:
-        return "the most probable one, as all are: decoded greedily"
-    fitting = [value / 20 for value in range(2, 61) if all(draw.gap(value / 20) <= 1 for draw in draws)]
-    if fitting:
-        return f"drawn at temperature {fitting[0]:g} to {fitting[-1]:g}"
-    if all(draw.gap(temperature, max(ranks)) <= 1 for draw in draws):
-        return f"another draw: only the {max(ranks)} most probable tokens can be drawn (top-k or top-p)"
-    return "another draw: of another seed, or of a distribution that was changed (top-p, a penalty)"
 
 
 def _misread(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aqnpipe.artifacts.training_facts import LOSS_GRADIENT
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.reference import grpo
+from aqnpipe.reference import grpo, loss_causes
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import Errors, rounding_of
@@ -111,7 +111,7 @@ class ScoringAudit:
         self.book = RolloutBook()
         self._spec, self._errors, self._report, self._end_token = spec, errors, report, end_token
         self._batches: list[_MicroBatch] = []
-        self._seen: list[grpo.Observed] = []
+        self._seen: list[loss_causes.Observed] = []
         self._is_wrong = False
 
     @property
@@ -178,7 +178,8 @@ class ScoringAudit:
         self.settle()
         seen, self._seen = self._seen, []
         if self._is_wrong:
-            cause = grpo.cause_of(grpo.Observed.together(seen), self._spec.training) if seen else "it has no gradient"
+            together = loss_causes.Observed.together(seen) if seen else None
+            cause = loss_causes.cause_of(together, self._spec.training) if together else "it has no gradient"
             self._report(f"gradient of the loss in step {step}: {cause}")
         self._is_wrong = False
 
@@ -222,7 +223,7 @@ class ScoringAudit:
             slopes = (observed * along).sum(-1) / along.square().sum(-1)
             rest = (observed - slopes[:, None] * along).norm(dim=-1)
             misfit = rest / observed.norm(dim=-1).clamp_min(1e-300)
-            self._seen.append(grpo.Observed(tokens.at(shown), slopes[shown], allowed[shown], misfit[shown]))
+            self._seen.append(loss_causes.Observed(tokens.at(shown), slopes[shown], allowed[shown], misfit[shown]))
 
     def _missing(self, completed: Completed) -> str | None:
         if self._spec.training.kl_coefficient > 0 and completed.reference is None:
@@ -249,11 +250,13 @@ class ScoringAudit:
         """Return the fields of `grpo.Tokens` at one place."""
         response, value, column = completed.row[1], batch.values[place], batch.cells[place][1]
         correction, is_padding, weight = self._spec.arm.importance_sampling, column >= len(response), 1.0
-        old = {} if completed.old is None or not self._needs_old or is_padding else completed.old
+        old: dict[int, float] = {}
+        if completed.old is not None and self._needs_old and not is_padding:
+            old = completed.old
         if old and correction is not None:
-            known = sorted(place for place in old if place < len(response))
-            sampled = [completed.sampled[place] for place in known]
-            weights = grpo.importance_weights([old[place] for place in known], sampled, correction)
+            known = sorted(other for other in old if other < len(response))
+            sampled = [completed.sampled[other] for other in known]
+            weights = grpo.importance_weights([old[other] for other in known], sampled, correction)
             weight = weights[known.index(column)]
         return {
             "row": id(completed),

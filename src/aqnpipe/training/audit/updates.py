@@ -130,7 +130,10 @@ class Updates:
         if self._depth > 0:
             return
         self.steps += 1
-        counted = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+        with unobserved():
+            # Weights without a gradient, such as those of an expert that got no token, have fewer updates.
+            counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+            counted = int(torch.stack(counts).max()) if counts else 0
         if counted != self.steps:
             self._report(f"update {self.steps} changed no weight: the optimiser counts {counted} updates")
         self._last = self._moments(optimizer).tolist()
@@ -243,8 +246,10 @@ class Updates:
         def moment(key: str) -> Callable[[str], Tensor | None]:
             return lambda name: optimizer.state.get(self._trained[name], {}).get(key)
 
-        reads = (lambda name: self._trained[name], moment("exp_avg"), moment("exp_avg_sq"))
-        return torch.stack([self._followed.read(read) for read in reads])
+        read = self._followed.read
+        return torch.stack(
+            [read(lambda name: self._trained[name]), read(moment("exp_avg")), read(moment("exp_avg_sq"))]
+        )
 
     def _discontinuity(self, changed: Tensor, step: int) -> str:
         what = "the weights" if changed[0].any() else "the optimiser's moments"
