@@ -337,9 +337,16 @@ def test_a_decoder_that_mixes_rows_up_is_refused(run, tmp_path, monkeypatch, tar
     refused(run, tmp_path, cause, noise_levels=(0.0,))
 
 
-def test_a_decoder_that_ignores_padding_is_refused_without_a_clean_pass(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers_backend._Batch, "__init__", mask_of_ones)
-    refused(run, tmp_path, "trial without noise, row .* another logit", noise_levels=(0.1,))
+@pytest.mark.parametrize(
+    ("target", "value", "cause"),
+    [
+        ((transformers_backend._Batch, "__init__"), mask_of_ones, "trial without noise, row .* another logit"),
+        ((InPlaceLayer, "reorder_cache"), no_reorder, "trial without noise, row .* cached keys of another row"),
+    ],
+)
+def test_a_wrong_decoder_is_refused_without_a_clean_pass(run, tmp_path, monkeypatch, target, value, cause):
+    monkeypatch.setattr(*target, value)
+    refused(run, tmp_path, cause, noise_levels=(0.1,))
 
 
 def test_what_another_process_hides_is_recorded_and_its_responses_are_still_judged(run, monkeypatch):

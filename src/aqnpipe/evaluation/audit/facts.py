@@ -44,13 +44,7 @@ class BatchFacts:
 
     prompts: tuple[str, ...]
     responses: tuple[str, ...]
-    noise_key: tuple[int, int] | None
     special_tokens: tuple[int, int]
-    first_logits: str
-    dtype: str
-    attention: str
-    autocast: str | None
-    training: bool
     draws_checked: bool
     num_tokens: int
     num_most_probable: int
@@ -59,6 +53,12 @@ class BatchFacts:
     again: AgainFacts | None
     problems: tuple[Finding, ...]
     problems_again: tuple[Finding, ...] = ()
+    noise_key: tuple[int, int] | None = None
+    first_logits: str = ""
+    dtype: str = ""
+    attention: str = ""
+    autocast: str | None = None
+    training: bool = False
 
 
 def requested_choice(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Choice:

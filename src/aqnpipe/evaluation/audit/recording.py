@@ -22,7 +22,6 @@ from aqnpipe.noise.injection.phase import ACTIVE_KEY
 from aqnpipe.reference.decoder import Choice, DecodingTrace, Finding, Verdict, unobserved
 
 _TRIAL_ROWS = 8
-_TRIAL_TOKENS = 24
 
 _ROUNDING = {torch.float32: 1024, torch.float16: 16, torch.bfloat16: 8}
 """Difference of a logit that rounding may cause, in units of the number format at the largest logit of its token.
@@ -59,20 +58,11 @@ class ObservedBatch:
         self._generator, self._spec, self._place, self._prompts = generator, spec, place, prompts
         self._choice = requested_choice(spec, place.noise_seed, place.sample, place.number)
         self._trace = DecodingTrace(prompts, generator.special_tokens[1], self._choice)
-        self._settings: dict[str, Any] = {
-            "noise_key": None,
-            "first_logits": "",
-            "dtype": "",
-            "attention": "",
-            "autocast": None,
-            "training": False,
-        }
-        self._is_settled = False
+        self._settings: dict[str, Any] = {}
 
     def note(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Note a forward of the model, as a hook behind it."""
-        if not self._is_settled:
-            self._is_settled, self._settings = True, _settings_of(self._generator.model, output.logits)
+        self._settings = self._settings or _settings_of(self._generator.model, output.logits)
         self._trace.note(kwargs, output.logits)
 
     def facts(self, completions: Sequence[Completion]) -> BatchFacts:
@@ -185,7 +175,9 @@ def _trial(spec: EvaluationSpec, place: BatchPlace) -> Sampling | None:
     passes = spec.evaluation.passes()
     is_first = (place.noise_level, place.noise_seed, place.step) == (*passes[0], 0)
     has_clean_pass = not spec.faults and any(level == 0 for level, _ in passes)
-    return Sampling(max_response_tokens=_TRIAL_TOKENS) if is_first and not has_clean_pass else None
+    # As long as the study's responses, so that rows leave the batch.
+    tokens = spec.evaluation.max_response_tokens
+    return Sampling(max_response_tokens=tokens) if is_first and not has_clean_pass else None
 
 
 def _rows_to_repeat(
