@@ -15,6 +15,7 @@ LEAVES = frozenset({"errors", "seeding", "device", "error_bounds"})
 FOUNDATION = LEAVES | {"config", "artifacts"}
 MODELLING = FOUNDATION | {"data", "models", "noise.schedule", "noise.control_layers", "noise.receipts"}
 COMPUTING = MODELLING | {"machine", "noise", "noise.audit", "noise.injection", "noise.kernels", "generation"}
+AUDITED = COMPUTING | {"reference"}
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -50,10 +51,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "noise.audit",
     },
     "generation": COMPUTING - {"generation"},
+    # What a trainer and a decoder must do, written a second time; knows neither of them.
+    "reference": FOUNDATION,
     # The stages: they hand each other artifacts and import no other stage.
     "diagnosis": COMPUTING,
-    "training": COMPUTING,
-    "evaluation": COMPUTING | {"integrations"},
+    "training": AUDITED,
+    "evaluation": AUDITED | {"integrations"},
     "parity": COMPUTING,
     "loss_study": COMPUTING | {"statistics"},
     "comparison": MODELLING | {"statistics"},

@@ -35,7 +35,6 @@ def one_pass(level=0.0, seed=0, logits=("a", "b"), **changes):
         "most_probable": 9,
         "draws_checked": 0,
         "rows_again": 3,
-        "rows_generated": 2,
         "largest_difference": 0.1,
     }
     return PassFacts(**(fields | changes))

@@ -195,7 +195,7 @@ def _wait(request: dict, child: int, began: float) -> dict:
 def _run(request: dict, log: Path) -> int:
     from aqnpipe.runtime.training import run_training_job
     from aqnpipe.training import run, stage
-    from aqnpipe.training.audit import grading
+    from aqnpipe.training.audit import rollouts
     from aqnpipe.training.trainer import NoisyGRPOTrainer
 
     def note(**entry) -> None:
@@ -214,7 +214,7 @@ def _run(request: dict, log: Path) -> int:
     NoisyGRPOTrainer._tokenize_prompts = noted_prompts
     # A model that solves nothing has a gradient only if rewards differ within groups.
     run.reward_correct = scattered_rewards
-    grading.rewards = lambda texts, golds, stop_text: scattered_rewards(texts)
+    rollouts.strict_rewards = lambda texts, golds: scattered_rewards(texts)
     # All runs use the code that the server imported at its start, even if sources are edited meanwhile.
     stage.code_digest = lambda _: request.get("code", "imported")
     if "kill" in request:

@@ -97,7 +97,6 @@ def facts_of(rows: pl.DataFrame) -> EvaluationFacts:
                 most_probable=10,
                 draws_checked=0,
                 rows_again=0 if level else 3,
-                rows_generated=0 if level else 2,
                 largest_difference=0.0,
             )
             for level, seed in keys.iter_rows()

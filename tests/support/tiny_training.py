@@ -100,4 +100,4 @@ def scattered_rewards(completions, **_) -> list[float]:
 def teach(monkeypatch, rewards=scattered_rewards) -> None:
     """Give these rewards in training and in its audit, for models that solve nothing and so have no gradient."""
     monkeypatch.setattr("aqnpipe.training.run.reward_correct", rewards)
-    monkeypatch.setattr("aqnpipe.training.audit.grading.rewards", lambda texts, golds, stop_text: rewards(texts))
+    monkeypatch.setattr("aqnpipe.training.audit.rollouts.strict_rewards", lambda texts, golds: rewards(texts))

@@ -66,7 +66,7 @@ from tiny_training import run, scattered_rewards
 import aqnpipe.training.run
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.generation.vllm.engine import VllmEngine
-from aqnpipe.training.audit import grading
+from aqnpipe.training.audit import rollouts
 from aqnpipe.training.run import TrainingInputs
 
 end_rollout, ended = VllmEngine.end_rollout, []
@@ -82,7 +82,7 @@ def killed(engine):
 
 VllmEngine.end_rollout = killed
 aqnpipe.training.run.reward_correct = scattered_rewards
-grading.rewards = lambda texts, golds, stop_text: scattered_rewards(texts)
+rollouts.strict_rewards = lambda texts, golds: scattered_rewards(texts)
 spec, folder, *inputs = sys.argv[1:]
 run(TrainingSpec.model_validate_json(spec), TrainingInputs(*map(Path, inputs)), Path(folder))
 """

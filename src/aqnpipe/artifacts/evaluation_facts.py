@@ -3,7 +3,6 @@
 The evaluate stage compares them with the study before it writes anything; the comparison judges them again.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
@@ -36,13 +35,26 @@ class PassFacts(Artifact):
     most_probable: int = Field(ge=0, description="of those, tokens that were the most probable one")
     draws_checked: int = Field(ge=0, description="batches whose draws were made again")
     rows_again: int = Field(ge=0, description="rows computed again in one forward, without noise")
-    rows_generated: int = Field(ge=0, description="rows decoded again by transformers' generate")
     largest_difference: float = Field(ge=0, description="of a logit computed again; 1 is what rounding may cause")
 
     @property
     def name(self) -> str:
         """The pass in messages."""
         return f"pass at level {self.noise_level:g}, noise seed {self.noise_seed}"
+
+    def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
+        """Yield what is wrong with the rows of this pass, if they are not the responses that the facts are about."""
+        found = list(rows.select(_OF_A_ROW).sort("sample", "question_id", maintain_order=True).iter_rows())
+        digests = [row_digest(*row) for row in found]
+        stored = [self.rows[start : start + _DIGITS] for start in range(0, len(self.rows), _DIGITS)]
+        where = [number for number, pair in enumerate(zip(digests, stored, strict=False)) if pair[0] != pair[1]]
+        if len(digests) != len(stored):
+            yield f"{self.name}: {len(digests)} responses in the table, {len(stored)} were given"
+        elif where:
+            yield (
+                f"{self.name}: {len(where)} responses in the table are not those that the model gave to their "
+                f"questions, first {found[where[0]][0]}"
+            )
 
 
 class EvaluationFacts(Artifact):
@@ -90,27 +102,9 @@ class EvaluationFacts(Artifact):
 
     def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
         """Yield the passes whose rows in the table are not the responses that the facts are about."""
-        of_passes: dict[tuple[float, int], list[tuple[Any, ...]]] = defaultdict(list)
-        ordered = rows.sort("sample", "question_id", maintain_order=True).select(
-            "noise_level", "noise_seed", *_OF_A_ROW
-        )
-        for level, seed, *row in ordered.iter_rows():
-            of_passes[level, seed].append(tuple(row))
         for facts in self.passes:
-            mine = of_passes[facts.noise_level, facts.noise_seed]
-            digests = [row_digest(*row) for row in mine]
-            if "".join(digests) == facts.rows:
-                continue
-            stored = [facts.rows[start : start + _DIGITS] for start in range(0, len(facts.rows), _DIGITS)]
-            where = [number for number, pair in enumerate(zip(digests, stored, strict=False)) if pair[0] != pair[1]]
-            if len(digests) != len(stored) or not where:
-                yield f"{facts.name}: {len(digests)} responses in the table, {len(stored)} were given"
-            else:
-                question = mine[where[0]][0]
-                yield (
-                    f"{facts.name}: {len(where)} responses in the table are not those that the model gave to their "
-                    f"questions, first {question}"
-                )
+            own = (pl.col("noise_level") == facts.noise_level) & (pl.col("noise_seed") == facts.noise_seed)
+            yield from facts.row_problems(rows.filter(own))
 
     def _key_problems(self) -> Iterator[str]:
         for facts in self.passes:

@@ -16,7 +16,6 @@ VALIDATION_DRAWS = "tokens chosen in validation"
 LOSS_GRADIENT = "gradient of the loss"
 STEP_GRADIENT = "gradient that the optimiser used"
 CLIPPING = "gradient clipping"
-UPDATE = "update of the weights"
 CONTINUITY = "weights and optimiser state between steps"
 REFERENCE = "weights of the reference model"
 INITIAL = "weights before training"
@@ -282,7 +281,7 @@ def _completeness_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str
 
 def required_recomputations(spec: TrainingSpec) -> tuple[str, ...]:
     """Return the recomputations that every complete run of `spec` contains."""
-    names = (DRAWS, LOSS_GRADIENT, STEP_GRADIENT, CLIPPING, UPDATE, CONTINUITY, VALIDATION_DRAWS, INITIAL)
+    names = (DRAWS, LOSS_GRADIENT, STEP_GRADIENT, CLIPPING, CONTINUITY, VALIDATION_DRAWS, INITIAL)
     return (*names, REFERENCE) if spec.training.kl_coefficient > 0 else names
 
 

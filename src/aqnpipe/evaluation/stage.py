@@ -314,7 +314,6 @@ class _TaskRun:
             most_probable=0,
             draws_checked=0,
             rows_again=0,
-            rows_generated=0,
             largest_difference=0.0,
         )
 

@@ -74,7 +74,6 @@ def test_architectures(run, tmp_path, architecture):
     facts = run(saved(tmp_path / "model", lambda **kw: random_model_of(architecture, num_layers=2, **kw)))
     clean = facts.passes[0]
     assert clean.rows_again >= 9
-    assert clean.rows_generated >= 1
     assert clean.largest_difference < 0.2
 
 

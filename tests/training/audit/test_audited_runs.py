@@ -218,15 +218,6 @@ def updated_reference(original):
     return step
 
 
-def lose_moments(original):
-    def step(self, *args, **kwargs):
-        for state in self.state.values():
-            state["exp_avg"].zero_()
-        return original(self, *args, **kwargs)
-
-    return step
-
-
 KL = {"kl_coefficient": 0.05}
 SABOTAGES = {
     "learning rate": (with_argument(learning_rate=2e-3), {}, "learning_rate is 0.002, the study asks for 0.001"),
@@ -353,8 +344,8 @@ SABOTAGES = {
         r"step 1: the weight decay of .*(bias|norm.*) is 0\.1, the study asks for 0",
     ),
     "betas": (with_optimiser(betas=(0.8, 0.99)), {}, r"beta1 is 0\.8, the study asks for 0\.9"),
-    "epsilon": (with_optimiser(eps=1e-3), {}, "update 1 is not AdamW's|epsilon is"),
-    "moments lost": (around(torch.optim.AdamW, "step", lose_moments), {}, "not AdamW's|moments"),
+    "epsilon": (with_optimiser(eps=1e-3), {}, "epsilon is 0.001"),
+    "AMSGrad": (with_optimiser(amsgrad=True), {}, "amsgrad is True, the study asks for False"),
     "frozen weight": (with_policy(freeze), {}, "down_proj.weight is frozen"),
     "other initial weights": (
         with_policy(scale_weights),

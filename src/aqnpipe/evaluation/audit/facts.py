@@ -10,50 +10,22 @@ from pydantic import ConfigDict
 
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.noise.audit.random_numbers import derived_key
+from aqnpipe.reference.decoder import Choice, Finding
 
 _PLAIN = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
-
-Finding = tuple[int | None, str]
-"""A row of a batch, None for the whole batch, and what is wrong with it."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How the study chooses tokens: the most probable one if `temperature` is None, else draws keyed by `seed`."""
-
-    temperature: float | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class RowFacts:
-    """One row of a batch, as the model computed it.
-
-    prompt: digest of the token ids that the embedding read, without padding. fed: the response's tokens that the model
-    read, one per step. last: the token that the logits of the last step choose, which no step reads; None if only the
-    draws of the generator know it.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _PLAIN
-
-    prompt: str
-    fed: tuple[int, ...]
-    last: int | None
 
 
 @dataclass(frozen=True)
 class AgainFacts:
-    """Results of computing rows again.
+    """Results of reading `rows` again, each in one forward; `tokens` in all.
 
-    `rows` were read again in one forward each, `tokens` in all; `generated` of them were also decoded again by
-    transformers' `generate`. `largest_difference`: of a chosen token's logit, in units of what rounding may do.
+    `largest_difference`: of the largest logit behind a token, in units of what rounding may do.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _PLAIN
 
     rows: int
     tokens: int
-    generated: int
     largest_difference: float
 
 
@@ -61,7 +33,8 @@ class AgainFacts:
 class BatchFacts:
     """Observations made while a batch was generated.
 
-    rows: in the order of the batch's prompts. noise_key: seed and step of the noise that was installed. first_logits:
+    prompts: digests of the prompts that the network read, without padding, in the order of the batch. responses:
+    digests of the responses that it gave. noise_key: seed and step of the noise that was installed. first_logits:
     digest of the first logits of the batch. weights: digest of sampled weights in memory; by name in the first batch of
     a pass. special_tokens: end and padding token of the worker. again: None for batches with noise or faults. Problems:
     row (None: the batch) and what is wrong with it.
@@ -69,14 +42,9 @@ class BatchFacts:
 
     __pydantic_config__: ClassVar[ConfigDict] = _PLAIN
 
-    rows: tuple[RowFacts, ...]
-    noise_key: tuple[int, int] | None
+    prompts: tuple[str, ...]
+    responses: tuple[str, ...]
     special_tokens: tuple[int, int]
-    first_logits: str
-    dtype: str
-    attention: str
-    autocast: str | None
-    training: bool
     draws_checked: bool
     num_tokens: int
     num_most_probable: int
@@ -85,6 +53,12 @@ class BatchFacts:
     again: AgainFacts | None
     problems: tuple[Finding, ...]
     problems_again: tuple[Finding, ...] = ()
+    noise_key: tuple[int, int] | None = None
+    first_logits: str = ""
+    dtype: str = ""
+    attention: str = ""
+    autocast: str | None = None
+    training: bool = False
 
 
 def requested_choice(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Choice:
@@ -98,14 +72,6 @@ def requested_choice(spec: EvaluationSpec, noise_seed: int, sample: int, batch: 
 def tokens_digest(token_ids: Sequence[int]) -> str:
     """Return a digest of token ids: 16 hexadecimal digits."""
     return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=8).hexdigest()
-
-
-def without_padding(token_ids: Sequence[int], padding_token: int) -> list[int]:
-    """Return token ids without the padding tokens at the end, which no token before them sees."""
-    length = len(token_ids)
-    while length and token_ids[length - 1] == padding_token:
-        length -= 1
-    return list(token_ids[:length])
 
 
 def audit_number(*parts: object) -> int:

@@ -10,10 +10,11 @@ from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_d
 from aqnpipe.data.graders import columns_of, graders_of, pairs
 from aqnpipe.errors import ReceiptError
 from aqnpipe.evaluation.audit.expectation import Expectation
-from aqnpipe.evaluation.audit.facts import BatchFacts, Finding, RowFacts
+from aqnpipe.evaluation.audit.facts import BatchFacts, tokens_digest
 from aqnpipe.evaluation.audit.weights import combined, differing_weight
 from aqnpipe.evaluation.shards import Batch, PassResult
 from aqnpipe.generation.backend import Completion
+from aqnpipe.reference.decoder import Finding
 
 UNOBSERVED = (
     "prompts as the model reads them",
@@ -90,7 +91,7 @@ class Judge:
                 list(self._setting_problems(facts, result.noise_seed, batch))
                 or list(self._prompt_problems(batch, facts))
                 or list(self._found_problems(batch, facts.problems))
-                or list(self._token_problems(batch, facts.rows, result.samples))
+                or list(self._token_problems(batch, facts.responses, result.samples))
                 or list(self._found_problems(batch, facts.problems_again))
             )
         yield from self._coverage_problems(result.facts)
@@ -126,12 +127,12 @@ class Judge:
             )
 
     def _prompt_problems(self, batch: Batch, facts: BatchFacts) -> Iterator[str]:
-        if len(facts.rows) != len(batch.questions):
-            yield f"the model read {len(facts.rows)} prompts in batch {batch.step}, expected {len(batch.questions)}"
+        if len(facts.prompts) != len(batch.questions):
+            yield f"the model read {len(facts.prompts)} prompts in batch {batch.step}, expected {len(batch.questions)}"
             return
-        for question, row in zip(batch.questions, facts.rows, strict=True):
-            if row.prompt != self._expected.prompts[question]:
-                yield f"for question {self._name(question)} the model read {self._whose(row.prompt)}"
+        for question, prompt in zip(batch.questions, facts.prompts, strict=True):
+            if prompt != self._expected.prompts[question]:
+                yield f"for question {self._name(question)} the model read {self._whose(prompt)}"
 
     def _whose(self, prompt: str) -> str:
         others = [self._name(number) for number, digest in enumerate(self._expected.prompts) if digest == prompt]
@@ -146,22 +147,15 @@ class Judge:
             )
 
     def _token_problems(
-        self, batch: Batch, rows: Sequence[RowFacts], samples: Sequence[Sequence[Completion]]
+        self, batch: Batch, responses: Sequence[str], samples: Sequence[Sequence[Completion]]
     ) -> Iterator[str]:
-        """Yield the responses that are not the tokens that the model read and chose."""
-        for question, row in zip(batch.questions, rows, strict=True):
+        """Yield the responses that are not those that were observed."""
+        for question, observed in zip(batch.questions, responses, strict=True):
             stored = samples[batch.sample][question].token_ids
-            if tuple(stored[:-1]) == row.fed and (row.last is None or row.last == stored[-1]):
-                continue
-            name = self._name(question)
-            if tuple(stored) == row.fed:
-                yield f"question {name}: the response was cut one token early, after {len(stored)} tokens"
-            elif len(stored) == len(row.fed) + 1 and tuple(stored[:-1]) == row.fed:
-                yield f"question {name}: the last token of the response is {stored[-1]}, the model chose {row.last}"
-            else:
+            if tokens_digest(stored) != observed:
                 yield (
-                    f"question {name}: the response of {len(stored)} tokens is not the one of {len(row.fed) + 1} "
-                    "tokens that the model gave behind this prompt"
+                    f"question {self._name(question)}: the response of {len(stored)} tokens is not the one that the "
+                    "model gave behind this prompt"
                 )
 
     def _coverage_problems(self, batches: Sequence[BatchFacts]) -> Iterator[str]:
@@ -196,37 +190,21 @@ class Judge:
         return None
 
     def _row_problems(self, result: PassResult, rows: pl.DataFrame) -> Iterator[str]:
-        """Yield rows of the table that are not of their question, response or gold answer."""
-        expected = self._expected
-        wanted = [(name, sample) for sample in range(len(result.samples)) for name in expected.question_ids]
-        found = list(rows.select("question_id", "sample").iter_rows())
-        samples = expected.spec.evaluation.num_samples
+        """Yield rows of the table that are not of their pass, question or response, or have another grade."""
+        expected, samples = self._expected, self._expected.spec.evaluation.num_samples
         if len(result.samples) != samples:
             yield f"{len(result.samples)} responses per question, the study requests {samples}"
-        elif sorted(found) != sorted(wanted):
-            odd = sorted({*found} ^ {*wanted}) or [name for name in found if found.count(name) > 1]
-            yield f"the rows are not of the study's questions, each once per sample; first {odd[0][0]}"
-        elif rows["noise_level"].to_list() != [result.noise_level] * len(rows):
-            yield "its rows are labelled with another noise level"
-        elif rows["noise_seed"].to_list() != [result.noise_seed] * len(rows):
-            yield "its rows are labelled with another noise seed"
-        else:
-            yield from self._content_problems(result.samples, rows)
-
-    def _content_problems(self, samples: Sequence[Sequence[Completion]], rows: pl.DataFrame) -> Iterator[str]:
-        number_of = {name: number for number, name in enumerate(self._expected.question_ids)}
+        for name in ("noise_level", "noise_seed"):
+            if set(rows[name]) != {getattr(result, name)}:
+                yield f"its rows are labelled with another {name.replace('_', ' ')}"
+        yield from self._facts(result).row_problems(rows)
+        golds = dict(zip(expected.question_ids, expected.golds, strict=True))
+        columns = columns_of(self._graders)
         for row in rows.iter_rows(named=True):
-            question = number_of[row["question_id"]]
-            text, num_tokens, reason = self._shown(samples[row["sample"]][question])
-            if (row["response"], row["response_tokens"], row["finish_reason"]) != (text, num_tokens, reason):
-                yield f"question {row['question_id']}: the stored response is not the one that the model gave"
-            elif {name: row[name] for name in self._grade_columns()} != self._graded(
-                text, self._expected.golds[question]
-            ):
-                yield (
-                    f"question {row['question_id']}: the stored grade is not that of its response and gold answer "
-                    f"{self._expected.golds[question]!r}"
-                )
+            gold = golds.get(row["question_id"])
+            if gold is not None and {name: row[name] for name in columns} != self._graded(row["response"], gold):
+                name = row["question_id"]
+                yield f"question {name}: the stored grade is not that of its response and gold answer {gold!r}"
 
     def _shown(self, completion: Completion) -> tuple[str, int, str]:
         """Return text, number of tokens and finish reason of a response as the table shows them."""
@@ -254,12 +232,8 @@ class Judge:
             most_probable=sum(facts.num_most_probable for facts in result.facts),
             draws_checked=sum(facts.draws_checked for facts in result.facts),
             rows_again=sum(facts.rows for facts in again),
-            rows_generated=sum(facts.generated for facts in again),
             largest_difference=max((facts.largest_difference for facts in again), default=0.0),
         )
-
-    def _grade_columns(self) -> list[str]:
-        return columns_of(self._graders)
 
     def _grades(self, text: str, gold: str) -> Mapping[str, str | bool | None]:
         return pairs({name: grade(text, gold) for name, grade in self._graders.items()})

@@ -1,9 +1,8 @@
 """Observes a batch and makes its facts: the one place where the audit meets the generation of an evaluation.
 
-A few rows of a batch are computed again, by ways that share nothing with the decoder. Every chosen row is read in one
-forward: prompt and response at once, without a cache or padding before it. The logits of its tokens must be those that
-decoding had, within rounding. Some rows are also decoded by transformers' `generate`. Only batches without noise and
-faults can be computed again.
+A few rows of a batch without noise and faults are computed again, by a way that shares nothing with the decoder: prompt
+and response are read at once, in one forward, without a cache or padding before them. The logits of every token must be
+those that decoding had, within rounding, and the tokens the most probable ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,19 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.evaluation.audit.facts import AgainFacts, BatchFacts, Choice, Finding, audit_number, requested_choice
-from aqnpipe.evaluation.audit.observation import Observation
+from aqnpipe.evaluation.audit.facts import AgainFacts, BatchFacts, audit_number, requested_choice, tokens_digest
 from aqnpipe.evaluation.audit.weights import combined, digests_in_memory, tensor_digest
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
+from aqnpipe.noise.injection.phase import ACTIVE_KEY
+from aqnpipe.reference.decoder import Choice, DecodingTrace, Finding, Verdict, unobserved
 
 _TRIAL_ROWS = 8
-_TRIAL_TOKENS = 24
-_DRAWS_BATCHES = 8
-"""The draws of one batch of so many are made again, and of the first batch of every sample."""
 
 _ROUNDING = {torch.float32: 1024, torch.float16: 16, torch.bfloat16: 8}
 """Difference of a logit that rounding may cause, in units of the number format at the largest logit of its token.
@@ -36,8 +32,6 @@ logits by a share of their size.
 _ROWS_SHARE = 32
 _MAX_LOGITS = 2**25
 _MIN_ROWS = 3
-_GENERATED_TOKENS = 24
-_GENERATED_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -51,88 +45,85 @@ class BatchPlace:
     step: int
 
 
-@dataclass(frozen=True)
 class ObservedBatch:
-    """A batch that was observed."""
+    """A batch whose generation is observed by a hook on the model, from `observed` on."""
 
-    observation: Observation
-    generator: TransformersPasses
-    prompts: Sequence[Sequence[int]]
-    place: BatchPlace
-    number: int
-    choice: Choice
-    draws_checked: bool
-    is_clean: bool
-    trial: Sampling | None
+    def __init__(
+        self,
+        generator: TransformersPasses,
+        spec: EvaluationSpec,
+        place: BatchPlace,
+        prompts: Sequence[Sequence[int]],
+    ) -> None:
+        self._generator, self._spec, self._place, self._prompts = generator, spec, place, prompts
+        self._choice = requested_choice(spec, place.noise_seed, place.sample, place.number)
+        self._trace = DecodingTrace(prompts, generator.special_tokens[1], self._choice)
+        self._settings: dict[str, Any] = {}
+
+    def note(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Note a forward of the model, as a hook behind it."""
+        self._settings = self._settings or _settings_of(self._generator.model, output.logits)
+        self._trace.note(kwargs, output.logits)
 
     def facts(self, completions: Sequence[Completion]) -> BatchFacts:
         """Return the facts of the batch. Rows of a batch without noise and faults are computed again."""
-        seen, model = self.observation, self.generator.model
-        rows = seen.rows()
-        again, problems_again = self._again(completions)
-        num_tokens, num_most_probable = seen.choices.counts()
-        weights = digests_in_memory(model)
+        responses = [completion.token_ids for completion in completions]
+        verdict = self._trace.judge(responses)
+        trial = _trial(self._spec, self._place)
+        again: AgainFacts | None = None
+        problems_again: list[Finding] = []
+        if trial is not None:
+            again, problems_again = self._tried(trial)
+        elif self._place.noise_level == 0 and not self._spec.faults and not verdict.findings:
+            # A batch with problems is refused because of them; its rows cannot be computed again.
+            again, problems_again = self._again(self._prompts, responses, verdict, self._choice)
+        weights = digests_in_memory(self._generator.model)
         return BatchFacts(
-            rows=rows,
-            noise_key=seen.noise_key,
-            special_tokens=self.generator.special_tokens,
-            first_logits="" if seen.first_logits is None else tensor_digest(seen.first_logits, 6),
-            dtype=seen.dtype,
-            attention=seen.attention,
-            autocast=seen.autocast,
-            training=seen.training,
-            draws_checked=self.draws_checked and self.choice.temperature is not None,
-            num_tokens=num_tokens,
-            num_most_probable=num_most_probable,
+            prompts=tuple(map(tokens_digest, self._trace.prompts_read)),
+            responses=tuple(map(tokens_digest, responses)),
+            special_tokens=self._generator.special_tokens,
+            draws_checked=bool(verdict.gaps),
+            num_tokens=verdict.compared,
+            num_most_probable=verdict.most_probable,
             weights=combined(weights),
-            weights_by_name=weights if self.place.step == 0 else None,
+            weights_by_name=weights if self._place.step == 0 else None,
             again=again,
-            problems=tuple(seen.problems),
+            problems=verdict.findings,
             problems_again=tuple(problems_again),
+            **self._settings,
         )
 
-    def _again(self, completions: Sequence[Completion]) -> tuple[AgainFacts | None, list[Finding]]:
-        """Compute rows again: of this batch if it is clean, else of a trial where the evaluation has no clean batch."""
-        if self.trial is not None:
-            return self._trial(self.trial)
-        responses = [completion.token_ids for completion in completions]
-        # A batch with problems is refused because of them; its rows cannot be computed again.
-        whole = len(responses) == len(self.prompts) and all(responses) and not self.observation.problems
-        if not self.is_clean or not whole:
-            return None, []
-        return self._computed(self.observation, self.prompts, responses)
-
-    def _trial(self, trial: Sampling) -> tuple[AgainFacts | None, list[Finding]]:
+    def _tried(self, trial: Sampling) -> tuple[AgainFacts | None, list[Finding]]:
         """Decode some prompts without noise, and compute them again: noise has no part in what the decoder does."""
-        prompts = self.prompts[:: max(1, len(self.prompts) // _TRIAL_ROWS)][:_TRIAL_ROWS]
-        padding_token = self.generator.special_tokens[1]
-        seen = Observation(self.generator.model, prompts, padding_token, Choice(), number=self.number, draws=False)
-        with seen:
-            responses = [one.token_ids for one in self.generator.decode_without_noise(prompts, trial)]
-        rows = seen.rows()
-        problems: list[Finding] = [(None, f"trial without noise, row {row}: {text}") for row, text in seen.problems]
-        if not problems and any(tuple(text[:-1]) != row.fed for text, row in zip(responses, rows, strict=True)):
-            problems = [(None, "trial without noise: the responses are not those that the model gave")]
-        if problems:
-            return None, problems
-        facts, found = self._computed(seen, prompts, responses)
+        prompts = self._prompts[:: max(1, len(self._prompts) // _TRIAL_ROWS)][:_TRIAL_ROWS]
+        trace = DecodingTrace(prompts, self._generator.special_tokens[1], Choice())
+        with _hooked(self._generator.model, lambda module, args, kwargs, output: trace.note(kwargs, output.logits)):
+            responses = [one.token_ids for one in self._generator.decode_without_noise(prompts, trial)]
+        verdict = trace.judge(responses)
+        facts, found = None, list(verdict.findings)
+        if not found:
+            facts, found = self._again(prompts, responses, verdict, Choice())
         return facts, [(None, f"trial without noise, row {row}: {text}") for row, text in found]
 
-    def _computed(
-        self, seen: Observation, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    def _again(
+        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], verdict: Verdict, choice: Choice
     ) -> tuple[AgainFacts, list[Finding]]:
-        end_token, padding_token = self.generator.special_tokens
-        return _compute_again(
-            self.generator.model,
-            prompts,
-            responses,
-            seen.choices.values(),
-            Choice() if self.trial is not None else self.choice,
-            number=self.number,
-            generate=_is_generated(self.number, self.place.step),
-            end_token=end_token,
-            padding_token=padding_token,
-        )
+        number = audit_number("batch", self._place, self._spec.arm_id, self._spec.seed, self._spec.step)
+        rows = _rows_to_repeat(prompts, responses, verdict.moved, number)
+        problems: list[Finding] = []
+        largest, tokens = 0.0, 0
+        with torch.no_grad():
+            for row, logits in _read_again(self._generator, prompts, responses, rows):
+                decoded = torch.tensor(verdict.top_logits[row], device=logits.device)
+                differences = (logits.amax(-1).float() - decoded).abs() / _unit(logits)
+                greedy = _gaps(logits, responses[row]) if choice.temperature is None else torch.zeros_like(differences)
+                largest, tokens = max(largest, float(differences.max()), float(greedy.max())), tokens + len(decoded)
+                if bool((differences > 1).any()):
+                    problems.append((row, _differs(1 + int((differences > 1).int().argmax()), verdict.moved.get(row))))
+                elif bool((greedy > 1).any()):
+                    step = 1 + int(greedy.argmax())
+                    problems.append((row, f"token {step} is not the most probable one behind this prompt"))
+        return AgainFacts(len(rows), tokens, round(largest, 3)), problems
 
 
 @contextmanager
@@ -143,15 +134,40 @@ def observed(
     if not isinstance(generator, TransformersPasses):
         yield None
         return
-    number = audit_number("batch", place, spec.arm_id, spec.seed, spec.step)
-    choice = requested_choice(spec, place.noise_seed, place.sample, place.number)
-    draws = place.number == 0 or number % _DRAWS_BATCHES == 0
-    observation = Observation(generator.model, prompts, generator.special_tokens[1], choice, number=number, draws=draws)
-    is_clean = place.noise_level == 0 and not spec.faults
-    with observation:
-        yield ObservedBatch(
-            observation, generator, prompts, place, number, choice, draws, is_clean, _trial(spec, place)
-        )
+    batch = ObservedBatch(generator, spec, place, prompts)
+    with _hooked(generator.model, batch.note):
+        yield batch
+
+
+@contextmanager
+def _hooked(model: Any, hook: Any) -> Iterator[None]:
+    handle = model.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _settings_of(model: Any, logits: Tensor) -> dict[str, Any]:
+    """Return what the first forward of a batch used, as fields of `BatchFacts`."""
+    key, kind = getattr(model, ACTIVE_KEY, None), logits.device.type
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    with unobserved():
+        first_logits = tensor_digest(logits[0, -1].detach(), 6)
+    return {
+        "noise_key": None if key is None else (key.seed, key.step),
+        "first_logits": first_logits,
+        "dtype": _name(max(sizes, key=lambda dtype: sizes[dtype])),
+        "attention": str(model.config._attn_implementation),
+        "autocast": _name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
+        "training": any(module.training for module in model.modules()),
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _trial(spec: EvaluationSpec, place: BatchPlace) -> Sampling | None:
@@ -159,55 +175,34 @@ def _trial(spec: EvaluationSpec, place: BatchPlace) -> Sampling | None:
     passes = spec.evaluation.passes()
     is_first = (place.noise_level, place.noise_seed, place.step) == (*passes[0], 0)
     has_clean_pass = not spec.faults and any(level == 0 for level, _ in passes)
-    return Sampling(max_response_tokens=_TRIAL_TOKENS) if is_first and not has_clean_pass else None
+    # As long as the study's responses, so that rows leave the batch.
+    tokens = spec.evaluation.max_response_tokens
+    return Sampling(max_response_tokens=tokens) if is_first and not has_clean_pass else None
 
 
-def _rows_to_repeat(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], number: int) -> list[int]:
-    """Return the rows to compute again: the shortest prompt, the longest response, and others chosen by `number`."""
+def _rows_to_repeat(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], moved: Mapping[int, int], number: int
+) -> list[int]:
+    """Return the rows to compute again: what a decoder gets wrong first, and others chosen by `number`.
+
+    The shortest prompt has the most padding; the longest response reads the most cached keys; the longest one that
+    changed its place reads keys that were moved.
+    """
     rows = range(len(prompts))
     wanted = min(len(prompts), max(_MIN_ROWS, -(-len(prompts) // _ROWS_SHARE)))
-    extremes = [min(rows, key=lambda row: len(prompts[row])), max(rows, key=lambda row: len(responses[row]))]
+    by_length = sorted(rows, key=lambda row: -len(responses[row]))
+    first = [
+        min(rows, key=lambda row: len(prompts[row])),
+        by_length[0],
+        *[row for row in by_length if row in moved][:1],
+    ]
     drawn = sorted(rows, key=lambda row: audit_number(number, row))
-    return list(dict.fromkeys([*extremes, *drawn]))[:wanted]
+    return list(dict.fromkeys([*first, *drawn]))[:wanted]
 
 
-def _is_generated(number: int, batch: int) -> bool:
-    """Return whether transformers' `generate` also decodes rows of a batch: the first batch, and one of eight."""
-    return batch == 0 or number % _GENERATED_BATCHES == 0
-
-
-def _compute_again(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    values: Mapping[int, Sequence[float]],
-    choice: Choice,
-    *,
-    number: int,
-    generate: bool,
-    end_token: int,
-    padding_token: int,
-) -> tuple[AgainFacts, list[Finding]]:
-    """Compute some rows of a batch again; `values` are the logits that its responses had when they were chosen."""
-    rows = _rows_to_repeat(prompts, responses, number)
-    problems: list[Finding] = []
-    largest, tokens = 0.0, 0
-    with torch.no_grad():
-        for row, logits in _read_again(model, prompts, responses, rows, padding_token):
-            difference, step = _largest_difference(logits, responses[row], values.get(row, ()))
-            greedy = _largest_gap(logits, responses[row]) if choice.temperature is None else (0.0, 0)
-            largest, tokens = max(largest, difference, greedy[0]), tokens + len(responses[row])
-            if difference > 1:
-                problems.append((row, _differs(step)))
-            elif greedy[0] > 1:
-                problems.append((row, f"token {greedy[1]} is not the most probable one behind this prompt"))
-        # The shortest prompt, which has the most padding, and one that was drawn; the longest response takes long.
-        again = [*rows[:1], *rows[2:3]] if generate and choice.temperature is None else []
-        problems += _generated_problems(model, prompts, responses, again, end_token, padding_token)
-    return AgainFacts(len(rows), tokens, len(again), round(largest, 3)), problems
-
-
-def _differs(step: int) -> str:
+def _differs(step: int, moved_at: int | None) -> str:
+    if moved_at is not None and step == moved_at:
+        return f"token {step} was read with the cached keys of another row, when rows had left the batch"
     return (
         f"token {step} has another logit than the same prompt and response read at once: the row was decoded behind "
         "other tokens, padding, positions or cached keys"
@@ -215,31 +210,26 @@ def _differs(step: int) -> str:
 
 
 def _read_again(
-    model: Any,
+    generator: TransformersPasses,
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     rows: Sequence[int],
-    padding_token: int,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the logits [tokens, vocabulary] of every row, read together with others where these fit."""
+    model, padding_token = generator.model, generator.special_tokens[1]
     texts = [[*prompts[row], *responses[row][:-1]] for row in rows]
     width = max(map(len, texts))
     if len(texts) * width * model.config.get_text_config().vocab_size > _MAX_LOGITS:
-        yield from ((row, _logits_of(model, prompts[row], responses[row])) for row in rows)
+        for row, text in zip(rows, texts, strict=True):
+            ids = torch.tensor([text], device=model.device)
+            yield row, model(input_ids=ids, use_cache=False, logits_to_keep=len(responses[row])).logits[0]
         return
     # Padding behind a text is not seen by the tokens before it.
-    ids = [[*text, *[padding_token] * (width - len(text))] for text in texts]
-    logits = model(input_ids=torch.tensor(ids, device=model.device), use_cache=False).logits
+    ids = torch.tensor([[*text, *[padding_token] * (width - len(text))] for text in texts], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits
     for place, row in enumerate(rows):
         first = len(prompts[row]) - 1
         yield row, logits[place, first : first + len(responses[row])]
-
-
-def _logits_of(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
-    """Return the logits [tokens, vocabulary] from which the tokens of a response were chosen."""
-    ids = torch.tensor([[*prompt, *response[:-1]]], device=model.device)
-    logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(response)).logits[0]
-    return logits
 
 
 def _unit(logits: Tensor) -> Tensor:
@@ -247,85 +237,7 @@ def _unit(logits: Tensor) -> Tensor:
     return _ROUNDING[logits.dtype] * torch.finfo(logits.dtype).eps * logits.abs().amax(-1).float()
 
 
-def _largest_difference(logits: Tensor, tokens: Sequence[int], values: Sequence[float]) -> tuple[float, int]:
-    """Return the largest difference between logits and `values`, in units of rounding, and its token (from 1)."""
-    known = min(len(tokens), len(values))
-    if not known:
-        return 0.0, 0
-    chosen = logits[:known].gather(-1, torch.tensor(tokens[:known], device=logits.device)[:, None])[:, 0].float()
-    return _largest((chosen - torch.tensor(values[:known], device=logits.device)).abs() / _unit(logits[:known]))
-
-
-def _largest_gap(logits: Tensor, tokens: Sequence[int]) -> tuple[float, int]:
+def _gaps(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Return the distance of each token to the most probable one, in units of rounding."""
     chosen = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
-    return _largest((logits.amax(-1) - chosen).float() / _unit(logits))
-
-
-def _largest(differences: Tensor) -> tuple[float, int]:
-    place = int(differences.argmax())
-    return float(differences[place]), place + 1
-
-
-def _generated_problems(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    rows: Sequence[int],
-    end_token: int,
-    padding_token: int,
-) -> Iterator[Finding]:
-    """Yield the rows that transformers' `generate` decodes otherwise; a tie within rounding is none."""
-    if not rows:
-        return
-    found = _generate(model, [prompts[row] for row in rows], responses, rows, end_token, padding_token)
-    for row, ids in zip(rows, found, strict=True):
-        stored = responses[row]
-        step = next((place for place, pair in enumerate(zip(stored, ids, strict=False)) if pair[0] != pair[1]), None)
-        if step is None:
-            continue
-        # Behind the first difference both decode other texts.
-        gap, _ = _largest_gap(_logits_of(model, prompts[row], [*stored[:step], ids[step]])[-1:], [ids[step]])
-        own, _ = _largest_gap(_logits_of(model, prompts[row], stored[: step + 1])[-1:], [stored[step]])
-        if max(gap, own) > 1:
-            yield row, f"token {step + 1} is {stored[step]}, and {ids[step]} by transformers' generate"
-
-
-def _generate(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    rows: Sequence[int],
-    end_token: int,
-    padding_token: int,
-) -> list[list[int]]:
-    """Return what `generate` decodes greedily behind left-padded prompts."""
-    width = max(map(len, prompts))
-    padding = [width - len(prompt) for prompt in prompts]
-    ids = [[padding_token] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * pad + [1] * (width - pad) for pad in padding]
-    settings = GenerationConfig(
-        max_new_tokens=min(_GENERATED_TOKENS, max(len(responses[row]) for row in rows)),
-        do_sample=False,
-        eos_token_id=end_token,
-        pad_token_id=padding_token,
-        disable_compile=True,
-    )
-    with _no_settings_of_the_model(model):
-        found = model.generate(
-            input_ids=torch.tensor(ids, device=model.device),
-            attention_mask=torch.tensor(mask, device=model.device),
-            generation_config=settings,
-        )
-    texts: list[list[int]] = found[:, width:].tolist()
-    return texts
-
-
-@contextmanager
-def _no_settings_of_the_model(model: Any) -> Iterator[None]:
-    """Hide the model's generation_config.json, whose settings would replace those that are not given."""
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
+    return (logits.amax(-1) - chosen).float() / _unit(logits)

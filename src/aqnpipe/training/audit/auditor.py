@@ -19,7 +19,6 @@ from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.training_facts import (
     DRAWS,
     VALIDATION_DRAWS,
-    ConstantRate,
     Recomputed,
     TrainingFacts,
     adapter_problems,
@@ -29,18 +28,17 @@ from aqnpipe.artifacts.training_facts import (
 )
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.graders import grader
+from aqnpipe.data.prompts import end_of_response
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine, TransformersRolloutEngine
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.models.shares import is_sharded
+from aqnpipe.reference.decoder import Choice, DecodingTrace, unobserved
 from aqnpipe.seeding import derive_seed
-from aqnpipe.training.audit import grading
-from aqnpipe.training.audit.choices import ChoiceAudit, Decoding
-from aqnpipe.training.audit.loss import reaches_around
-from aqnpipe.training.audit.measure import Errors, unobserved
-from aqnpipe.training.audit.rollouts import AuditedEngine, Questions, RolloutAudit
-from aqnpipe.training.audit.scoring import ScoringAudit
+from aqnpipe.training.audit.measure import Errors
+from aqnpipe.training.audit.rollouts import AuditedEngine, Questions, RolloutAudit, check_decoding
+from aqnpipe.training.audit.scoring import ScoringAudit, reaches_around
 from aqnpipe.training.audit.settings import (
     adapter_facts,
     dropout_problems,
@@ -63,18 +61,9 @@ _OF_A_GRADIENT = re.compile(r"(worker \d+ of \d+: )?backward ")
 class AuditState(Artifact):
     """The audit of one worker in a resume point."""
 
-    steps: int
-    audited_steps: tuple[int, ...]
-    learning_rates: tuple[ConstantRate, ...]
+    facts: TrainingFacts
     last_values: list[list[float]]
-    rollouts: int
-    completions: int
-    correct: tuple[int, ...]
     differing_groups: int
-    prompts_sha256: str
-    validated: dict[int, int]
-    checkpoints: dict[int, dict[str, str]]
-    recomputed: dict[str, Recomputed]
 
 
 class TrainingAudit(TrainerCallback):
@@ -114,12 +103,12 @@ class TrainingAudit(TrainerCallback):
         self._trainer: Any = None
         self._logits: Tensor | None = None
         self._referenced = -1
-        self._validation: ChoiceAudit | None = None
+        self._validation: DecodingTrace | None = None
         self._tests = Questions.read(spec, test_problems, train_problems, tokenizer, spec.training.validation_questions)
         self._test_files = (test_problems, train_problems)
         questions = Questions.read(spec, train_problems, train_problems, tokenizer)
         self._rollouts = RolloutAudit(spec, questions, tokenizer, self._errors, self._report)
-        self._scoring = ScoringAudit(spec, self._errors, self._report, {tokenizer.eos_token_id})
+        self._scoring = ScoringAudit(spec, self._errors, self._report, tokenizer.eos_token_id)
         self._weights = WeightAudit(model, model_folder, spec.random_seed, self._errors, self._report)
         self._updates = Updates(spec, model, self._errors, self._report)
 
@@ -159,37 +148,30 @@ class TrainingAudit(TrainerCallback):
                 f"validation after step {self._updates.steps}: its prompts are not the first "
                 f"{self._spec.training.validation_questions} test questions in their order"
             )
-        self._validation = ChoiceAudit(Decoding(prompts, None, self._spec.random_seed, 0, len(prompts)))
+        self._validation = DecodingTrace(prompts, self._tokenizer.pad_token_id, Choice())
 
     def end_validation(self, completions: Sequence[Completion], accuracy: float) -> None:
         """Grade the validation again and compare its reported accuracy; a collective operation."""
         rank, workers = rank_and_size()
         responses = [list(completion.token_ids) for completion in completions]
-        step, stop = self._updates.steps, self._spec.prompt.stop_text
+        step, spec = self._updates.steps, self._spec
         if self._validation is not None:
-            self._validation.finish(VALIDATION_DRAWS, responses, self._errors, self._report)
+            check_decoding(VALIDATION_DRAWS, self._validation, responses, self._errors, self._report)
         self._validation = None
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         golds = self._tests.golds[rank::workers]
         if len(texts) != len(golds):
             self._report(f"validation after step {step} has {len(texts)} answers to {len(golds)} questions")
             return
-        correct = sum(gathered(sum(self._grades(texts, golds, stop))))
+        grade, stop = grader(spec.scorer, spec.scorer_sha256), spec.prompt.stop_text
+        right = [grade(end_of_response(text, stop), gold).correct for text, gold in zip(texts, golds, strict=True)]
+        correct = sum(gathered(sum(right)))
         self._validated[step] = correct
         if abs(accuracy - correct / len(self._tests.golds)) > 1e-12:
             self._report(
                 f"validation after step {step} reports an accuracy of {accuracy:.4g}, graded again it is "
                 f"{correct / len(self._tests.golds):.4g}"
             )
-
-    def _grades(self, texts: Sequence[str], golds: Sequence[str], stop: str | None) -> list[bool]:
-        """Return the grades of validation answers again: by code of the audit's own, or by the study's scorer."""
-        spec = self._spec
-        if spec.scorer == "strict":
-            return grading.grades(texts, golds, stop)
-        cut = [text if stop is None else text.partition(stop)[0] for text in texts]
-        grade = grader(spec.scorer, spec.scorer_sha256)
-        return [grade(text, gold).correct for text, gold in zip(cut, golds, strict=True)]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the trainer's settings, and observe its optimiser."""
@@ -311,30 +293,21 @@ class TrainingAudit(TrainerCallback):
     def state(self) -> AuditState:
         """Return what a resume point needs."""
         return AuditState(
-            steps=self._updates.steps,
-            audited_steps=tuple(self._audited),
-            learning_rates=tuple(self._updates.rates),
+            facts=self.facts(),
             last_values=self._updates.last_values,
-            rollouts=self._rollouts.rollouts,
-            completions=self._rollouts.completions,
-            correct=tuple(self._rollouts.correct),
             differing_groups=self._rollouts.differing_groups,
-            prompts_sha256=self._rollouts.prompts_sha256,
-            validated=self._validated,
-            checkpoints=self._checkpoints,
-            recomputed=self._errors.facts(),
         )
 
     def restore(self, state: AuditState) -> None:
         """Continue from a resume point."""
-        self._audited = list(state.audited_steps)
-        self._validated, self._checkpoints = dict(state.validated), dict(state.checkpoints)
-        self._updates.restore(state.steps, state.learning_rates, state.last_values)
-        rollouts = self._rollouts
-        rollouts.rollouts, rollouts.completions = state.rollouts, state.completions
-        rollouts.correct, rollouts.prompts_sha256 = list(state.correct), state.prompts_sha256
+        facts, rollouts = state.facts, self._rollouts
+        self._audited = list(facts.audited_steps)
+        self._validated, self._checkpoints = dict(facts.validated), dict(facts.checkpoints)
+        self._updates.restore(facts.steps, facts.learning_rates, state.last_values)
+        rollouts.rollouts, rollouts.completions = facts.rollouts, facts.completions
+        rollouts.correct, (rollouts.prompts_sha256,) = list(facts.correct), facts.prompts_sha256
         rollouts.differing_groups = state.differing_groups
-        self._errors.restore(state.recomputed)
+        self._errors.restore(facts.recomputed)
 
     def _report(self, problem: str) -> None:
         if problem not in self._problems:
@@ -351,7 +324,7 @@ class TrainingAudit(TrainerCallback):
         self._refuse(self._problems)
 
     def _end_rollout(self, completions: Sequence[Completion]) -> None:
-        self._scoring.begin_rollout(self._rollouts.end(completions, self._updates.steps))
+        self._scoring.book = self._rollouts.end(completions, self._updates.steps)
         self._refuse(self._problems)
 
     def _audits_rollout(self, step: int) -> bool:
@@ -360,10 +333,10 @@ class TrainingAudit(TrainerCallback):
 
     def _observe_policy(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         with unobserved():
-            decoding = self._validation or self._rollouts.choices
+            trace = self._validation or self._rollouts.trace
             if kwargs.get("past_key_values") is not None:
-                if decoding is not None:
-                    decoding.observe(kwargs, output.logits.detach())
+                if trace is not None:
+                    trace.note(kwargs, output.logits.detach())
             elif _is_scoring(kwargs):
                 self._observe_scoring(kwargs, output.logits, module)
 

@@ -1,27 +1,19 @@
 """Small tools of the audit: errors in units of what rounding allows, sampled elements, and freedom from modes."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from aqnpipe.artifacts.training_facts import Recomputed
 from aqnpipe.models.shares import element_of, sum_of_workers
+from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
 
 _WORST = 1e9
 """Errors are cut here, so that they remain readable numbers."""
-
-
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """Compute without gradients, and outside all modes: what the audit computes is no part of the phase."""
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
 
 
 class Errors:

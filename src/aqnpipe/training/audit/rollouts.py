@@ -14,16 +14,17 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.training_facts import DRAWS
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.examples import choose_examples
-from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.data.graders import grader
+from aqnpipe.data.prompts import end_of_response, prompt_token_ids
 from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.reference import grpo
+from aqnpipe.reference.decoder import Choice, DecodingTrace
 from aqnpipe.seeding import derive_seed
-from aqnpipe.training.audit import grading
-from aqnpipe.training.audit.book import Completed, RolloutBook
-from aqnpipe.training.audit.choices import ChoiceAudit, Decoding
 from aqnpipe.training.audit.measure import Errors
+from aqnpipe.training.audit.scoring import Completed, RolloutBook
 from aqnpipe.training.ranks import gathered, rank_and_size
 
 
@@ -60,6 +61,12 @@ def questions_of_rollout(num_questions: int, rollout: int, spec: TrainingSpec) -
     return [question for question in order for _ in range(training.rollouts_per_prompt)]
 
 
+def strict_rewards(texts: Sequence[str], golds: Sequence[str]) -> list[float]:
+    """Return 1 for every text with the gold answer behind `####`, otherwise 0."""
+    grade = grader("strict")
+    return [float(grade(text, gold).correct) for text, gold in zip(texts, golds, strict=True)]
+
+
 class RolloutAudit:
     """Compares the rollouts of one worker with those that the study asks for."""
 
@@ -77,12 +84,12 @@ class RolloutAudit:
         self._tokenizer = tokenizer
         self._errors = errors
         self._report = report
-        self._choices: ChoiceAudit | None = None
+        self._trace: DecodingTrace | None = None
 
     @property
-    def choices(self) -> ChoiceAudit | None:
-        """The audit of the tokens of the rollout that is under way, if its step is audited."""
-        return self._choices
+    def trace(self) -> DecodingTrace | None:
+        """The trace of the rollout that is under way, if its step is audited."""
+        return self._trace
 
     def begin(self, rollout: Rollout, step: int, is_audited: bool) -> None:
         """Compare the request for the rollout after `step` updates with the study."""
@@ -103,8 +110,8 @@ class RolloutAudit:
         self._check_sampling(rollout.sampling, expected, step)
         if rollout.key.step != step or rollout.key.seed != self._spec.random_seed or rollout.key.rank != rank:
             self._report(f"the noise of the rollout after step {step} has the key {rollout.key}")
-        decoding = Decoding(rollout.prompts, training.temperature, seed, rank * rows, workers * rows)
-        self._choices = ChoiceAudit(decoding) if is_audited else None
+        choice = Choice(training.temperature, seed, rank * rows, workers * rows)
+        self._trace = DecodingTrace(rollout.prompts, self._tokenizer.pad_token_id, choice) if is_audited else None
 
     def end(self, completions: Sequence[Completion], step: int) -> RolloutBook:
         """Grade the completions, check the choice of their tokens, and return what must be trained on."""
@@ -115,49 +122,40 @@ class RolloutAudit:
             self._report(f"{len(responses)} completions after step {step}, the study asks for {len(share)}")
             return RolloutBook()
         self._check_ends(responses, step)
-        if self._choices is not None:
-            self._choices.finish(DRAWS, responses, self._errors, self._report)
+        if self._trace is not None:
+            check_decoding(DRAWS, self._trace, responses, self._errors, self._report)
             noted = [completion.log_probabilities or [] for completion in completions]
-            self._choices.check_noted(DRAWS, noted, responses, self._report)
-            self._choices = None
+            if (problem := self._trace.noted_problem(noted, responses)) is not None:
+                self._report(f"{DRAWS}: {problem}")
+            self._trace = None
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         golds = [self._questions.golds[question] for question in share]
         rewards = self._rewards(texts, golds)
         size = self._spec.training.rollouts_per_prompt
-        of_group = grading.advantages(rewards, size)
         differing = sum(len({*rewards[start : start + size]}) > 1 for start in range(0, len(rewards), size))
         rewarded = sum(reward > 0 for reward in rewards)
         every = gathered((sum(map(len, responses)), rewarded, len(rewards), differing))
-        tokens, correct, rows, groups = (sum(values) for values in zip(*every, strict=True))
-        self.mean_reward = math.fsum(gathered(math.fsum(rewards))) / rows
+        tokens, correct, count, groups = (sum(values) for values in zip(*every, strict=True))
+        self.mean_reward = math.fsum(gathered(math.fsum(rewards))) / count
         self.rollouts += 1
-        self.completions += rows
+        self.completions += count
         self.correct.append(correct)
         self.differing_groups += groups
         ids = "\n".join(self._questions.ids[question] for question in share)
         self.prompts_sha256 = hashlib.sha256(f"{self.prompts_sha256}{ids}".encode()).hexdigest()
-        completed = [
-            Completed(
-                (tuple(self._questions.prompts[question]), tuple(response)),
-                reward,
-                difference,
-                advantage,
-                number // size,
-                completion.log_probabilities or [],
-            )
-            for number, (question, response, reward, difference, advantage, completion) in enumerate(
-                zip(share, responses, rewards, grading.centred(rewards, size), of_group, completions, strict=True)
-            )
+        rows = [
+            (tuple(self._questions.prompts[question]), tuple(response))
+            for question, response in zip(share, responses, strict=True)
         ]
-        return RolloutBook(completed, tokens / workers)
+        sampled = [completion.log_probabilities or [] for completion in completions]
+        values = zip(rows, rewards, grpo.centred(rewards, size), grpo.advantages(rewards, size), sampled, strict=True)
+        return RolloutBook([Completed(*of_row) for of_row in values], tokens / workers)
 
     def _rewards(self, texts: Sequence[str], golds: Sequence[str]) -> list[float]:
-        """Return the rewards of completions again: by code of the audit's own, or by the study's own functions."""
-        stop, own = self._spec.prompt.stop_text, self._spec.training.rewards
-        if not own:
-            return grading.rewards(texts, golds, stop)
-        cut = [text if stop is None else text.partition(stop)[0] for text in texts]
-        return weighted_rewards(own, cut, golds)
+        """Return the rewards of completions again: 1 for those that are correct, or by the study's own functions."""
+        cut = [end_of_response(text, self._spec.prompt.stop_text) for text in texts]
+        own = self._spec.training.rewards
+        return weighted_rewards(own, cut, golds) if own else strict_rewards(cut, golds)
 
     def _share(self, rank: int, workers: int) -> list[int]:
         whole = questions_of_rollout(len(self._questions.ids), self.rollouts, self._spec)
@@ -203,6 +201,23 @@ class RolloutAudit:
             if end in response[:-1]:
                 self._report(f"a completion after step {step} continues behind its end token")
                 return
+
+
+def check_decoding(
+    name: str,
+    trace: DecodingTrace,
+    responses: Sequence[Sequence[int]],
+    errors: Errors,
+    report: Callable[[str], None],
+) -> None:
+    """Compare responses with the trace of their decoding; report the first row that differs."""
+    verdict = trace.judge(responses)
+    errors.note(name, verdict.compared, max(verdict.gaps, default=0.0))
+    if trace.prompts_read != trace.prompts:
+        report(f"{name}: the network read prompts that were not requested")
+    for row, text in verdict.findings[:1]:
+        others = f" ({len(verdict.findings)} of {len(responses)} rows)" if len(verdict.findings) > 1 else ""
+        report(f"{name}: {'' if row is None else f'row {row}: '}{text}{others}")
 
 
 class AuditedEngine:

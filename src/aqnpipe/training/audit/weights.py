@@ -12,8 +12,9 @@ from aqnpipe.models.adapters import adapted_modules
 from aqnpipe.models.loading import stored_weights
 from aqnpipe.models.shares import is_sharded, local, own_share
 from aqnpipe.models.verification import as_stored
+from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
-from aqnpipe.training.audit.measure import Element, ElementSample, Errors, unobserved
+from aqnpipe.training.audit.measure import Element, ElementSample, Errors
 
 _EXACT = 1e-300
 _BASE = ".base_layer."
