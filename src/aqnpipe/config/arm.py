@@ -5,9 +5,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.base import FrozenModel, Identifier, TrainingSeed
+from aqnpipe.config.base import FrozenModel, Identifier, TrainingSeed, replaced
 from aqnpipe.config.model import Attention, noised_attention
 from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, FakeQuantization, ModuleNoise, OperatorNoise
+from aqnpipe.config.own_noise import OwnError, OwnSchedule
 
 ModelRole = Literal["base", "large", "checkpoints"]
 """checkpoints: the role of given models in a study without training, where no arms file is read."""
@@ -84,8 +85,7 @@ class Arm(FrozenModel):
 
         Raises ConfigError if one has no source, or another than its digest says.
         """
-        parts = {"operator_noise": self.operator_noise, "module_noise": self.module_noise, "aqn": self.aqn}
-        return self.model_copy(update={name: part.planned() for name, part in parts.items() if part is not None})
+        return replaced(replaced(self, OwnError, OwnError.planned), OwnSchedule, OwnSchedule.planned)
 
     def on_attention(self, attention: Attention) -> "Arm":
         """Return the arm with noise on attention as a model with that implementation computes it.

@@ -3,8 +3,9 @@
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -57,3 +58,24 @@ class FrozenModel(BaseModel):
     """Base class of configuration models: immutable; unknown keys, NaN and infinities are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+
+Settings = TypeVar("Settings")
+Part = TypeVar("Part", bound=BaseModel)
+
+
+def replaced(settings: Settings, kind: type[Part], change: Callable[[Part], Part]) -> Settings:
+    """Return settings with every part of a kind, at any depth, replaced by what `change` returns for it."""
+    found: Any = settings
+    if isinstance(settings, kind):
+        found = change(settings)
+    elif isinstance(settings, dict):
+        found = {key: replaced(value, kind, change) for key, value in settings.items()}
+    elif isinstance(settings, tuple):
+        found = tuple(replaced(value, kind, change) for value in settings)
+    elif isinstance(settings, BaseModel):
+        parts = {name: getattr(settings, name) for name in type(settings).model_fields}
+        changed = {name: replaced(part, kind, change) for name, part in parts.items()}
+        # Only what differs, because a copy counts what it updates as set by the user.
+        found = settings.model_copy(update={name: part for name, part in changed.items() if part != parts[name]})
+    return found  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ from typing import Any
 
 from aqnpipe.config.analysis import PRETRAINED, ReportConfig
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.base import Settings, replaced
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset, Split
 from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig
@@ -19,7 +20,7 @@ from aqnpipe.config.model import builtin_folder, source_kind
 from aqnpipe.config.noise import Fault, OperatorNoise
 from aqnpipe.config.run import EvaluationSpec, LossStudySpec, ParitySpec, TrainingSpec
 from aqnpipe.config.study import CHECKPOINTS, Study
-from aqnpipe.config.training import TrainingConfig
+from aqnpipe.config.training import Reward, TrainingConfig
 from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.device import DeviceKind, RequestedDevice
 from aqnpipe.errors import ConfigError
@@ -339,28 +340,15 @@ class StudyPlan:
 
     def _parity_input(self, model: str, noises: Sequence[OperatorNoise]) -> list[str]:
         errors = [noise.error for noise in noises if isinstance(noise.error, MeasuredError)]
-        return sorted({self.measured_error(error, model).source for error in errors})
+        return sorted({self.with_parity_files(error, model).source for error in errors})
 
-    def measured_error(self, error: MeasuredError, model: str) -> MeasuredError:
-        """Return the error with the file of its parity in the place of a machine of the study."""
-        return error if error.machine is None else error.measured_in(self.parity_file(model, error.machine))
+    def with_parity_files(self, settings: Settings, model: str) -> Settings:
+        """Return settings whose measured errors name the file of a parity in the place of a machine of the study."""
 
-    def _with_parity_file(self, arm: Arm, model: str) -> Arm:
-        """Return the arm with the file of the parity in the place of the machine that its measured error names."""
-        noise = arm.operator_noise
-        if noise is None or not isinstance(noise.error, MeasuredError):
-            return arm
-        found = noise.model_copy(update={"error": self.measured_error(noise.error, model)})
-        return arm.model_copy(update={"operator_noise": found})
+        def change(error: MeasuredError) -> MeasuredError:
+            return error if error.machine is None else error.measured_in(self.parity_file(model, error.machine))
 
-    def _with_parity_files(self, evaluation: EvaluationConfig, model: str) -> EvaluationConfig:
-        changed = {}
-        for name, named in evaluation.noises.items():
-            noise = settings_of(named).operator_noise
-            if noise is not None and isinstance(noise.error, MeasuredError):
-                found = noise.model_copy(update={"error": self.measured_error(noise.error, model)})
-                changed[name] = settings_of(named).model_copy(update={"operator_noise": found})
-        return evaluation.model_copy(update={"noises": {**evaluation.noises, **changed}}) if changed else evaluation
+        return replaced(settings, MeasuredError, change)
 
     def examples_input(self) -> list[str]:
         """Return the file of training questions if prompts contain examples from it, as a list; else an empty list."""
@@ -407,7 +395,7 @@ class StudyPlan:
         training = self.study.config.training
         if training is None:
             raise RuntimeError("a study of checkpoints has no training; this is a bug")
-        return training.model_copy(update={"rewards": tuple(reward.planned() for reward in training.rewards)})
+        return replaced(training, Reward, Reward.planned)
 
     @cached_property
     def _planned_arms(self) -> dict[str, Arm]:
@@ -433,7 +421,7 @@ class StudyPlan:
         return TrainingSpec(
             model_role=role,
             arm_id=arm,
-            arm=self._with_parity_file(self._planned_arms[arm], role),
+            arm=self.with_parity_files(self._planned_arms[arm], role),
             faults=self.faults(self.study.arms[arm].machine),
             seed=seed,
             num_steps=self.num_steps,
@@ -489,7 +477,7 @@ class StudyPlan:
             attention=computed.attention,
             prompt=config.prompt,
             generation=config.generation,
-            evaluation=self._with_parity_files(self._evaluation_on_machine(), prepared or model),
+            evaluation=self.with_parity_files(self._evaluation_on_machine(), prepared or model),
             task=config.dataset if isinstance(config.dataset, LmEvalDataset) else None,
         ).model_dump(mode="json")
 
