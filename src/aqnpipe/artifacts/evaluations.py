@@ -6,6 +6,7 @@ from typing import Optional
 
 import pandera.polars as pa
 
+from aqnpipe.artifacts.files import Table
 from aqnpipe.config.machine_devices import evaluations_folder
 
 
@@ -53,7 +54,7 @@ def evaluation_files(
     )
 
 
-class EvaluationTable(pa.DataFrameModel):
+class EvaluationTable(Table):
     """results/eval/.../step<N>.parquet: a row per question, noise level, noise seed and sample.
 
     `cluster`: of the question, the unit of tests and intervals; absent where that is the question.
@@ -94,7 +95,6 @@ class EvaluationTable(pa.DataFrameModel):
     finish_reason: str = pa.Field(isin=["stop", "length"])
 
     class Config:
-        """No other columns are allowed; one row per question, pass and sample."""
+        """One row per question, pass and sample."""
 
-        strict = True
         unique = ["question_id", "noise_level", "noise_seed", "sample"]  # noqa: RUF012 - pandera's own form
