@@ -7,7 +7,7 @@ import typer
 
 from aqnpipe.cli.diagnose.fleet import diagnose_node, read_report
 from aqnpipe.cli.diagnose.loading import ModelSource, find_model, load, word_problems
-from aqnpipe.cli.diagnose.options import Outputs, parse_devices, parse_duration, usable_device
+from aqnpipe.cli.diagnose.options import Outputs, parse_devices, usable_device
 from aqnpipe.cli.terminal import given_options
 from aqnpipe.config.base import LARGEST_SEED, MOST_THREADS
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
@@ -58,10 +58,6 @@ def diagnose(
             rich_help_panel=_FLEET,
         ),
     ] = None,
-    duration: Annotated[
-        str | None,
-        typer.Option(help="repeat with new seeds and shapes for 30s, 15m or 2h", rich_help_panel=_FLEET),
-    ] = None,
     history: Annotated[
         Path | None,
         typer.Option(help="existing folder: add the report under host and time", rich_help_panel=_FLEET),
@@ -93,11 +89,10 @@ def diagnose(
     faults = tuple(parse_fault(spec) for spec in fault or ())
     outputs = Outputs(json=json, history=history, logs=logs)
     outputs.check()
-    if given & {"devices", "duration", "history", "logs"}:
+    if given & {"devices", "history", "logs"}:
         names = parse_devices("--devices", devices) if devices is not None else parse_devices("--device", device)
-        seconds = None if duration is None else parse_duration(duration)
         source = find_model(model, dtype, attention, random_weights=random_weights)
-        _leave(diagnose_node(source, names, seconds, method, config, faults, outputs).verdict)
+        _leave(diagnose_node(source, names, method, config, faults, outputs).verdict)
     target = usable_device(device)
     source = find_model(model, dtype, attention, random_weights=random_weights)
     _leave(diagnose_here(source, target, method, config, faults, json).verdict)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 def diagnose_node(
     source: ModelSource,
     devices: Sequence[str],
-    duration_seconds: float | None,
     method: DiagnosisMethod,
     config: DiagnosisConfig,
     faults: tuple[Fault, ...],
@@ -38,7 +37,7 @@ def diagnose_node(
     from aqnpipe.cli.terminal import console_of
 
     def orders(folder: Path) -> "list[Order]":
-        return make_orders(folder, source, devices, duration_seconds, method, config, faults)
+        return make_orders(folder, source, devices, method, config, faults)
 
     started, clock = datetime.now(UTC), time.monotonic()
     with console_of(stderr=True).status("starting") as status:
@@ -82,7 +81,6 @@ def make_orders(
     folder: Path,
     source: ModelSource,
     devices: Sequence[str],
-    duration_seconds: float | None,
     method: DiagnosisMethod,
     config: DiagnosisConfig,
     faults: tuple[Fault, ...],
@@ -97,7 +95,6 @@ def make_orders(
             method=method,
             config=config,
             faults=faults,
-            duration_seconds=duration_seconds,
             report=folder / f"{number}.json",
             parent=os.getpid(),
         )

@@ -12,7 +12,6 @@ from aqnpipe.errors import ConfigError, DeviceError, StorageError, first_line
 if TYPE_CHECKING:
     import torch
 
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DEVICE = re.compile(r"(cuda|npu)(?::(\d+))?")
 
 
@@ -31,15 +30,6 @@ class Outputs:
         for option, folder in (("--history", self.history), ("--logs", self.logs)):
             if folder is not None:
                 check_folder(option, folder)
-
-
-def parse_duration(text: str) -> float:
-    """Return the seconds of a duration such as 30s, 15m, 2h or 1d; ConfigError if it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
-    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
-    if not seconds:
-        raise ConfigError(f"--duration {text!r}: expected a number and a unit, as in 30s, 15m or 2h")
-    return seconds
 
 
 def parse_devices(option: str, text: str) -> tuple[str, ...]:
