@@ -17,8 +17,9 @@ from aqnpipe.cli.cost_estimate import (
     estimate_study,
     mean_prompt_tokens,
 )
-from aqnpipe.cli.front_door import device_problem, open_study, shards_problem
+from aqnpipe.cli.job_devices import device_problem, shards_problem
 from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory, training_memory
+from aqnpipe.cli.study import open_study
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.seeds import AdaptiveSeeds

@@ -7,7 +7,7 @@ import typer
 from pydantic import ValidationError
 
 from aqnpipe.cli.diagnose.options import check_writable
-from aqnpipe.cli.own_noise import unusable_errors
+from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import describe_validation_error, replaced
 from aqnpipe.config.measured_noise import MeasuredError
@@ -48,8 +48,7 @@ def measure_noise(
     if arm not in known:
         raise ConfigError(f"--arm: {unknown('arm', arm, sorted(known), f'{arms} defines')}")
     requested = _without_machine(arm, known[arm])
-    for problem in unusable_errors({f"{arms}: arms.{arm}": requested}):
-        raise ConfigError(problem)
+    refuse_unusable_errors(f"{arms}: arms.{arm}", requested)
     if json is not None:
         check_writable("--json", json)
     try:

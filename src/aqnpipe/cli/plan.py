@@ -11,7 +11,7 @@ import typer
 from pydantic import Field
 
 from aqnpipe.cli.cost_estimate import Assumptions, estimate_study
-from aqnpipe.cli.front_door import open_study
+from aqnpipe.cli.study import open_study
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, LocalDataset
 from aqnpipe.config.evaluation import scorer_column

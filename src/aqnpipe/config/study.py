@@ -396,6 +396,14 @@ def load_study_files(paths: Sequence[Path], overrides: Mapping[str, Any] = Mappi
     return load_study({**own_arms, **content}, ", ".join(names))
 
 
+def shown_path(path: Path) -> Path:
+    """Return the path relative to the working directory if it is below it; Snakemake makes every path absolute."""
+    try:
+        return path.absolute().relative_to(Path.cwd())
+    except ValueError:
+        return path
+
+
 def read_study_file(path: Path) -> Mapping[str, Any]:
     """Return the keys of a study file, not validated; ConfigError if it cannot be read or has none."""
     content = read_yaml_file(path)
