@@ -13,9 +13,9 @@ from made_up_diagnoses import diagnosis, located
 from aqnpipe.artifacts.diagnoses import worst
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.diagnose import node
-from aqnpipe.cli.diagnose.fleet import make_orders
-from aqnpipe.cli.diagnose.loading import ModelSource
+from aqnpipe.cli.diagnose.command import make_orders
 from aqnpipe.cli.diagnose.worker import INTERRUPTED
+from aqnpipe.cli.options import ModelSource
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.node_comparison import node_of
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import ValidationError
 
-from aqnpipe.cli.diagnose.options import check_writable
+from aqnpipe.cli.options import check_writable
 from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import describe_validation_error, replaced

@@ -12,8 +12,7 @@ from pydantic import Field
 
 from aqnpipe.artifacts.diagnoses import DeviceReport
 from aqnpipe.artifacts.files import write_json
-from aqnpipe.cli.diagnose.loading import ModelSource, load, word_problems
-from aqnpipe.cli.diagnose.options import usable_device
+from aqnpipe.cli.options import ModelSource, load, usable_device, word_problems
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.noise import Fault

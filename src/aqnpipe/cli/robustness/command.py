@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from aqnpipe.cli.datasets import NAMES, dataset_of
+from aqnpipe.cli.options import NAMES, dataset_of
 from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.cli.terminal import refuse_level
 from aqnpipe.config.analysis import PRETRAINED
