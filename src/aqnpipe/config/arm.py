@@ -1,7 +1,6 @@
 """Arms: the noise of a training run. An arm is pure data, so adding one needs no code."""
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -111,21 +110,3 @@ class ArmsFile(FrozenModel):
     """Content of `config/arms.yaml`: arms by id."""
 
     arms: dict[Identifier, Arm] = Field(min_length=1)
-
-
-def without_auto(content: Any) -> Any:
-    """Return the content of an arms file, not validated, with `attention: auto` left out, which is what it stands for.
-
-    `Arm.on_attention` sets the attention of an arm that names none.
-    """
-    arms = content.get("arms") if isinstance(content, Mapping) else None
-    if not isinstance(arms, Mapping):
-        return content
-    return {**content, "arms": {name: _without_auto(arm) for name, arm in arms.items()}}
-
-
-def _without_auto(arm: Any) -> Any:
-    noise = arm.get("operator_noise") if isinstance(arm, Mapping) else None
-    if not isinstance(noise, Mapping) or noise.get("attention") != "auto":
-        return arm
-    return {**arm, "operator_noise": {key: value for key, value in noise.items() if key != "attention"}}

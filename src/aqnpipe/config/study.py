@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from aqnpipe.config.analysis import PRETRAINED, Comparison, ReportConfig, StatisticsConfig
-from aqnpipe.config.arm import Arm, ArmsFile, without_auto
+from aqnpipe.config.arm import Arm, ArmsFile
 from aqnpipe.config.base import FrozenModel, Identifier
 from aqnpipe.config.cross_references import cross_reference_problems
 from aqnpipe.config.dataset import DatasetConfig, LmEvalDataset, PromptFormat
@@ -389,7 +389,7 @@ def load_study_files(paths: Sequence[Path], overrides: Mapping[str, Any] = Mappi
     """
     merged: Any = {}
     for path in paths:
-        merged = _extended(merged, _with_own_code(_with_own_arms(read_study_file(path), path), path))
+        merged = _extended(merged, _located(_with_own_arms(read_study_file(path), path), path.parent))
     names = [*map(str, paths), *(["--config"] if overrides else [])]
     content = _extended(merged, typed_scalars(overrides))
     own_arms = {} if "checkpoints" in content else {"arms_file": _beside(paths[0], _ARMS_FILE)}
@@ -414,11 +414,7 @@ def read_study_file(path: Path) -> Mapping[str, Any]:
 
 def read_arms(path: Path) -> dict[str, Arm]:
     """Return the arms of an arms file by id; ConfigError if it is missing or invalid."""
-    content = without_auto(read_yaml_file(path))
-    if isinstance(content, Mapping) and isinstance(content.get("arms"), Mapping):
-        arms = {name: _with_own_noise(arm, path.parent) for name, arm in content["arms"].items()}
-        content = {**content, "arms": arms}
-    return validated(ArmsFile, content, str(path)).arms
+    return validated(ArmsFile, _located(read_yaml_file(path), path.parent), str(path)).arms
 
 
 def _with_own_arms(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:
@@ -427,33 +423,25 @@ def _with_own_arms(content: Mapping[str, Any], study_file: Path) -> Mapping[str,
     return {**content, "arms_file": _beside(study_file, name)} if isinstance(name, str) else content
 
 
-def _with_own_code(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:
-    """Return the content of a study file with the folder of each function whose module is beside it."""
-    found, folder = dict(content), study_file.parent
-    training, evaluation = content.get("training"), content.get("evaluation")
-    if isinstance(training, Mapping) and isinstance(training.get("rewards"), list):
-        rewards = [_with_located(reward, "function", folder) for reward in training["rewards"]]
-        found["training"] = {**training, "rewards": rewards}
-    if isinstance(evaluation, Mapping):
-        found["evaluation"] = located_evaluation = dict(_with_located(evaluation, "primary_scorer", folder))
-        if isinstance(evaluation.get("noises"), Mapping):
-            noises = {name: _with_own_noise(noise, folder) for name, noise in evaluation["noises"].items()}
-            located_evaluation["noises"] = noises
-    return found
+def _located(content: Any, folder: Path) -> Any:
+    """Return the content of a file in `folder` with the folder of each function whose module is beside it.
 
-
-def _with_own_noise(part: Any, folder: Path) -> Any:
-    """Return an arm, or a named noise, with the folder of each error model or schedule whose module is in `folder`."""
-    if not isinstance(part, Mapping):
-        return part
-    found = dict(part)
-    for key, inner in (("operator_noise", "error"), ("module_noise", "error"), ("aqn", "schedule")):
-        noise = part.get(key)
-        if isinstance(noise, Mapping) and inner in noise:
-            found[key] = {**noise, inner: _with_located(noise[inner], "function", folder)}
-    aqn = found.get("aqn")
-    if isinstance(aqn, Mapping) and isinstance(aqn.get("sigmas"), str):
-        found["aqn"] = {**aqn, "sigmas": _aqn_section(folder / aqn["sigmas"])}
+    Files of sigmas are read, and `attention: auto` of operator noise is left out, which is what it stands for.
+    """
+    if isinstance(content, list):
+        return [_located(part, folder) for part in content]
+    if not isinstance(content, Mapping):
+        return content
+    # Settings of a function are the user's, whatever their names.
+    found = {key: part if key == "settings" else _located(part, folder) for key, part in content.items()}
+    for key in ("function", "primary_scorer"):
+        if isinstance(found.get(key), str):
+            found[key] = located(found[key], folder)
+    aqn, noise = found.get("aqn"), found.get("operator_noise")
+    if isinstance(aqn, dict) and isinstance(aqn.get("sigmas"), str):
+        aqn["sigmas"] = _aqn_section(folder / aqn["sigmas"])
+    if isinstance(noise, dict) and noise.get("attention") == "auto":
+        del noise["attention"]
     return found
 
 
@@ -464,13 +452,6 @@ def _aqn_section(path: Path) -> Any:
         raise ConfigError(f"{path}: found no section aqn, expected aqn with base_sigma and layer_sigmas")
     validated(LayerSigmas, content["aqn"], f"{path}: aqn")
     return content["aqn"]
-
-
-def _with_located(settings: Any, key: str, folder: Path) -> Any:
-    """Return settings with the function at a key located; others as they are."""
-    if isinstance(settings, Mapping) and isinstance(settings.get(key), str):
-        return {**settings, key: located(settings[key], folder)}
-    return settings
 
 
 def _beside(study_file: Path, name: str) -> str:
