@@ -7,7 +7,7 @@ from typing import Optional
 import pandera.polars as pa
 
 from aqnpipe.artifacts.files import Table
-from aqnpipe.config.machine_devices import evaluations_folder
+from aqnpipe.config.base import evaluations_folder
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from aqnpipe.config.noise import ModuleNoise
 from aqnpipe.config.own_noise import OwnError, OwnSchedule
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.published import PublishedFile
-from aqnpipe.config.study import Study, StudyConfig, load_study_files, shown_path
+from aqnpipe.config.study import Study, load_study_files, shown_path
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.errors import ConfigError, DataError, ModelError
@@ -156,7 +156,7 @@ def _check_looks_and_trackers(study: Study, source: str) -> None:
 
 def _check_custom_code(study: Study, source: str) -> None:
     """Refuse rewards, a scorer, error models and schedules of the user's own that break their contract."""
-    config, training, evaluation = study.config, study.config.training, study.config.evaluation
+    training, evaluation = study.config.training, study.config.evaluation
     for index, reward in enumerate(training.rewards if training is not None else ()):
         from aqnpipe.data.rewards import refuse_unusable
 
@@ -167,8 +167,8 @@ def _check_custom_code(study: Study, source: str) -> None:
 
         with _about(f"{source}: evaluation.primary_scorer"):
             refuse_unusable_scorer(evaluation)
-    for name, arm in study.arms.items() if isinstance(config, StudyConfig) else ():
-        where = f"{config.arms_file}: arms.{name}"
+    for name, arm in study.arms.items():
+        where = f"{study.config.arms_file}: arms.{name}"
         refuse_unusable_errors(where, arm)
         if arm.aqn is not None and isinstance(arm.aqn.schedule, OwnSchedule):
             _check_schedule(arm.aqn.schedule, study, f"{where}.aqn.schedule")
@@ -266,9 +266,8 @@ def _check_modules(study: Study, source: str) -> None:
     noises: list[tuple[str, str | None, ModuleNoise | None]] = [
         (f"{source}: evaluation.noises.{name}", None, settings_of(noise).module_noise) for name, noise in named.items()
     ]
-    if isinstance(study.config, StudyConfig):
-        file = study.config.arms_file
-        noises += [(f"{file}: arms.{name}", arm.model, arm.module_noise) for name, arm in study.arms.items()]
+    file = study.config.arms_file
+    noises += [(f"{file}: arms.{name}", arm.model, arm.module_noise) for name, arm in study.arms.items()]
     patterns = [
         (where, role, noise)
         for where, role, noise in noises

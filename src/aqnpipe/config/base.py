@@ -1,4 +1,4 @@
-"""The base class of all configuration models, and the type of names that become folders and wildcards."""
+"""The base class of all configuration models, and names that become folders, wildcards and rules of the workflow."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from aqnpipe.config.validation_messages import IDENTIFIER_PATTERN, describe_validation_error
+from aqnpipe.device import DeviceKind
 from aqnpipe.errors import AqnpipeError
 
 __all__ = ["FrozenModel", "Identifier", "Seed", "Threads", "TrainingSeed", "describe_validation_error"]
@@ -37,6 +38,16 @@ def _not_periodic(name: str) -> str:
 
 Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN, max_length=128), AfterValidator(_not_periodic)]
 """A name that is used as a folder name and as a wildcard of the workflow."""
+
+
+def rule_on(rule: str, kind: DeviceKind | None) -> str:
+    """Return the name of the rule whose jobs run on devices of a kind; None: on the device of the study."""
+    return rule if kind is None else f"{rule}_{kind}"
+
+
+def evaluations_folder(machine: str | None = None) -> str:
+    """Return the folder of evaluations in the results: those of a machine in `evaluation.machines`, or of the study."""
+    return "eval" if machine is None else f"eval_on/{machine}"
 
 
 _OF_A_SHELL = re.compile(r"/dev/(stdin|fd/\d+)|/proc/(self|\d+)/fd/\d+")
@@ -78,4 +89,4 @@ def replaced(settings: Settings, kind: type[Part], change: Callable[[Part], Part
         changed = {name: replaced(part, kind, change) for name, part in parts.items()}
         # Only what differs, because a copy counts what it updates as set by the user.
         found = settings.model_copy(update={name: part for name, part in changed.items() if part != parts[name]})
-    return found  # type: ignore[no-any-return]
+    return found
