@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from aqnpipe.config.validation_messages import IDENTIFIER_PATTERN, describe_validation_error
 from aqnpipe.device import DeviceKind
-from aqnpipe.errors import AqnpipeError
+from aqnpipe.errors import AqnpipeError, ConfigError
 
 __all__ = ["FrozenModel", "Identifier", "Seed", "Threads", "TrainingSeed", "describe_validation_error"]
 
@@ -69,6 +69,24 @@ class FrozenModel(BaseModel):
     """Base class of configuration models: immutable; unknown keys, NaN and infinities are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+
+def key_values(name: str, text: str, keys: Collection[str] | None = None) -> dict[str, str]:
+    """Return the settings in text such as `dtype=bfloat16,threads=8`; `name` says in a refusal what the text is.
+
+    Raises ConfigError for a part that is no pair, and for a key that is given twice or not in `keys`.
+    """
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or not key or not value:
+            raise ConfigError(f"{name} {text!r}: found {part.strip()!r}, expected comma-separated key=value pairs")
+        if keys is not None and key not in keys:
+            raise ConfigError(f"{name} {text!r}: unknown key {key!r}, expected {', '.join(keys)}")
+        if key in values:
+            raise ConfigError(f"{name} {text!r}: {key} is given twice, expected once")
+        values[key] = value
+    return values
 
 
 Settings = TypeVar("Settings")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from aqnpipe.artifacts.parities import Backend, CaptureConfig
 from aqnpipe.cli.options import find_model, load, usable_device
-from aqnpipe.config.base import FrozenModel, describe_validation_error
+from aqnpipe.config.base import FrozenModel, describe_validation_error, key_values
 from aqnpipe.config.model import Attention, Dtype, read_model_config
 from aqnpipe.device import DeviceKind, nvidia_capability
 from aqnpipe.errors import ConfigError
@@ -54,16 +54,8 @@ class Bounds:
 
 def parse_side(option: str, text: str) -> Side:
     """Return the side in text such as `dtype=bfloat16,attention=sdpa`; ConfigError if it is none."""
-    settings: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, separator, value = part.partition("=")
-        if not separator or key in settings:
-            raise ConfigError(f"{option} {text!r}: found {part!r}, expected key=value pairs, each key once")
-        settings[key] = value
+    settings = key_values(option, text, Side.model_fields) if text.strip() else {}
     refuse_unused(f"{option} {text!r}", settings.get("backend"), settings)
-    unknown = sorted(settings.keys() - Side.model_fields.keys())
-    if unknown:
-        raise ConfigError(f"{option} {text!r}: found {unknown[0]}, expected {', '.join(Side.model_fields)}")
     return validated(option, settings)
 
 
