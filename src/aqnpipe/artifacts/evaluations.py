@@ -1,5 +1,6 @@
 """Files that the evaluate stage writes for each checkpoint, read by the comparison and the report."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -8,6 +9,8 @@ import pandera.polars as pa
 
 from aqnpipe.artifacts.files import Table
 from aqnpipe.config.base import evaluations_folder
+
+_RUN_AND_STEP = re.compile(r"seed(\d+)/step(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,19 @@ def evaluation_files(
         receipt=folder / f"step{step}.receipt.json",
         record=folder / f"step{step}.run.json",
     )
+
+
+def last_evaluations(results: Path) -> tuple[EvaluationFiles, ...]:
+    """Return the evaluation of the last step of every run that has one, in the order of the runs' folders."""
+    latest: dict[Path, EvaluationFiles] = {}
+    for table in sorted((results / evaluations_folder()).glob("*/*/seed*/step*.parquet")):
+        if (place := _RUN_AND_STEP.fullmatch(f"{table.parent.name}/{table.name}")) is None:
+            continue
+        *_, model, arm = table.parts[:-2]
+        found = evaluation_files(results, model, arm, int(place[1]), int(place[2]))
+        if table.parent not in latest or latest[table.parent].step < found.step:
+            latest[table.parent] = found
+    return tuple(latest.values())
 
 
 class EvaluationTable(Table):
