@@ -1,7 +1,9 @@
 """Import rules: which room may import which. What decides a byte of a result imports nothing that runs it."""
 
 import ast
+import collections
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -157,3 +159,21 @@ def test_device_backends_are_reached_through_one_module():
 def _module(path: Path) -> str:
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PAGE = (ROOT.parents[1] / "docs" / "architecture.md").read_text().partition("## Size")[2]
+
+
+@pytest.mark.parametrize(("package", "most"), re.findall(r"^\| `(\w+)` \| ([\d,]+) \|$", PAGE, re.MULTILINE))
+def test_a_package_has_no_more_lines_than_the_page_allows(package, most):
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / package).rglob("*.py"))
+    assert 0 < lines <= int(most.replace(",", ""))
+
+
+def test_every_package_has_a_bound_and_no_folder_more_modules_than_the_page_allows():
+    modules = collections.Counter(str(path.parent.relative_to(ROOT)) for path in SOURCES)
+    packages = {folder.split("/")[0] for folder in modules} - {".", "shipped"}
+    assert packages == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
+    most = {folder: int(count) for folder, count in re.findall(r"`([\w/]+)` \((\d+)\)", PAGE)}
+    usual = int(re.search(r"on its modules: (\d+)", PAGE)[1])
+    assert {folder: count for folder, count in modules.items() if count > most.get(folder, usual)} == {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from aqnpipe.cli.front_door import open_study
+from aqnpipe.cli.study import open_study
 from aqnpipe.config.dataset import LocalDataset, PromptFormat
 from aqnpipe.config.model import ModelConfig, builtin_folder, read_model_config
 from aqnpipe.config.study import load_study_file

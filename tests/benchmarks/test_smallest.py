@@ -29,6 +29,7 @@ NOT_ON_A_CPU = {
 
 COMMANDS = {
     ("architectures", ()): "| llama | ",
+    ("builtin_models", ("tiny", "--output", "made")): '"model": "tiny",',
     ("compare_results", ("before", "after")): "tables: 1 files, 1 differ\n",
     ("detection", ()): "# Detection",
     ("detection_simulated", ()): "# Detection of simulated faults",

@@ -96,32 +96,6 @@ def test_totals_and_disk_by_hand(config):
     assert extra == pytest.approx((2 + 5) * 0.01)
 
 
-def test_resume_points_by_hand(config):
-    """A run of 8 steps computes for 7,512 s at 1,000 operations a second; a point has 1,200 bytes, at 1 GB/s."""
-    config["training"]["resume_every"] = 3
-    found = estimate_study(plan_of(config), GIVEN).resume_points
-    assert (found.gigabytes, found.seconds, found.per_run) == pytest.approx((1.2e-6, 1.2e-6, 2))
-    assert found.share_of_run == pytest.approx(2 * 1.2e-6 / 7512)
-    # On a faster device the share is the limit, where the first points of all would take more.
-    config["training"]["resume_every"] = "3%"
-    fast = GIVEN.model_copy(update={"rates": RATES.model_copy(update={"tflops": 0.1})})
-    found = estimate_study(plan_of(config), fast).resume_points
-    assert found.per_run == pytest.approx(0.03 * 7512e-8 / 1.2e-6)
-    assert found.share_of_run == pytest.approx(0.03)
-    assert estimate_study(plan_of(config), GIVEN).resume_points.per_run == 7
-    config["training"].update(num_workers=2, micro_batch_size=2)
-    assert estimate_study(plan_of(config), GIVEN).resume_points.seconds == pytest.approx(0.6e-6)
-    config["training"]["lora"] = {"rank": 4, "alpha": 8}
-    assert estimate_study(plan_of(config), GIVEN).resume_points is None
-
-
-def test_check_prints_what_resume_points_cost():
-    shown = CliRunner().invoke(app, ["check", "config/qwen2.5-7b.yaml"]).output
-    (line,) = (line for line in shown.splitlines() if line.startswith("resume points: "))
-    assert "91.4 GB each, 11 s if each worker writes 1 GB/s" in line
-    assert line.endswith("GB written in 3.0% of its time")
-
-
 def test_settings_that_cost_or_save_passes(config):
     plain = costs(config)["backward"].flops
     config["training"]["gradient_checkpointing"] = True

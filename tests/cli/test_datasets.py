@@ -2,7 +2,7 @@
 
 import pytest
 
-from aqnpipe.cli.datasets import dataset_of
+from aqnpipe.cli.options import dataset_of
 from aqnpipe.errors import ConfigError
 
 

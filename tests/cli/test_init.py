@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from aqnpipe.cli.front_door import open_study
 from aqnpipe.cli.init import make_study_folder
+from aqnpipe.cli.study import open_study
 from aqnpipe.errors import StorageError
 
 

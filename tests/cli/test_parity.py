@@ -66,8 +66,11 @@ def test_two_configurations_without_files(monkeypatch, capsys):
         (["parity", "{0}/gpu.capture", "{0}/npu.capture", "--first", "x=1"], "found files and --first"),
         (["parity", "{0}/gpu.capture", "{0}/npu.capture", "--tokens", "8"], "found files and --tokens"),
         (["parity", "--model", "tiny", "--first", "dtype=float8", "--second", ""], "--first: dtype"),
-        (["parity", "--model", "tiny", "--first", "colour=red", "--second", ""], "found colour, expected backend"),
-        (["parity", "--model", "tiny", "--first", "dtype", "--second", ""], "expected key=value pairs"),
+        (
+            ["parity", "--model", "tiny", "--first", "colour=red", "--second", ""],
+            "unknown key 'colour', expected",
+        ),
+        (["parity", "--model", "tiny", "--first", "dtype", "--second", ""], "expected comma-separated key=value pairs"),
         (["parity", "{0}/gpu.capture", "{0}/npu.capture", "--model", "tiny-large"], "its weights have SHA-256"),
         (["capture", "tiny", "-o", "{0}/none/a.capture"], "--output"),
         (

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from aqnpipe.cli.doctor import slurm
-from aqnpipe.cli.front_door import refuse_unreadable_studies
-from aqnpipe.cli.profile_file import read_profile_file
+from aqnpipe.cli.profile_file import read_profile_file, refuse_unreadable_studies
 from aqnpipe.errors import ConfigError
 
 PROFILES = Path(__file__).parents[2] / "profiles"

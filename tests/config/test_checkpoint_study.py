@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from aqnpipe.cli.front_door import open_study
+from aqnpipe.cli.study import open_study
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.plan import StudyPlan, plan_of
 from aqnpipe.config.study import load_study

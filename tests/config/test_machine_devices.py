@@ -43,7 +43,7 @@ def test_jobs_of_a_machine_are_those_of_the_rule_of_its_device():
 
 def test_each_job_gets_the_device_of_its_machine():
     plan = plan_of({"npu": {"device": "npu", "counterpart": {"dtype": "bfloat16"}}})
-    assert (plan.device_of("device"), plan.device_of("npu")) == ("cuda", "npu")
+    assert tuple(map(plan.study.config.device_of, ("device", "npu"))) == ("cuda", "npu")
     assert plan.parity_spec(model="base", machine="npu")["device"] == "npu"
     assert plan.training_spec("srdd_guided", 0)["device"] == "cuda"
     spec = plan.evaluation_spec(model="base", arm="srdd_guided", seed="0", step="8")

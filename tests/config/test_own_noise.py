@@ -139,4 +139,4 @@ def test_a_digest_in_the_study_must_be_that_of_the_source(study):
         )
     )
     with pytest.raises(ConfigError, match=r"source_sha256 is 0+, its source has"):
-        noise.planned()
+        Arm(description="", aqn=noise).planned()

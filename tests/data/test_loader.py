@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from aqnpipe.cli.datasets import dataset_of
+from aqnpipe.cli.options import dataset_of
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LocalDataset, PromptFormat
 from aqnpipe.data import loader
 from aqnpipe.data.loader import load_problems

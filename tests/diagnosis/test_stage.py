@@ -12,7 +12,7 @@ from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, LayerTable, SigmaFile, 
 from aqnpipe.artifacts.files import read_json, read_table, read_yaml, write_json, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.cli.front_door import open_study
+from aqnpipe.cli.study import open_study
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.noise import Fault, Machine

@@ -16,18 +16,13 @@ from aqnpipe.artifacts.files import remove_staged
 from aqnpipe.artifacts.provenance import code_digest
 from aqnpipe.artifacts.retention import why_weights_are_gone
 from aqnpipe.cli.check import announcement
-from aqnpipe.cli.front_door import (
-    device_problem,
-    open_study,
-    shards_problem,
-    shards_without_devices,
-    shown_path,
-    workers_problem,
-)
+from aqnpipe.cli.job_devices import device_problem, shards_problem, shards_without_devices, workers_problem
 from aqnpipe.cli.report import PARTIAL
+from aqnpipe.cli.study import open_study
 from aqnpipe.comparison.look_states import progress, register_design, registered_design
 from aqnpipe.config.analysis import PRETRAINED
-from aqnpipe.config.machine_devices import other_kind, rule_on
+from aqnpipe.config.base import rule_on
+from aqnpipe.config.study import shown_path
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DeviceError, ModelError
 from aqnpipe.report.closing import closing_lines
@@ -260,7 +255,7 @@ def evaluation_threads(rule: str, plan=PLAN) -> int:
 
 def threads_on(machine):
     """Return the threads of an evaluation on a machine of `evaluation.machines`."""
-    return evaluation_threads(rule_on("evaluate_on_machine", other_kind(STUDY.config, machine)), ON_MACHINE[machine])
+    return evaluation_threads(rule_on("evaluate_on_machine", STUDY.config.other_kind(machine)), ON_MACHINE[machine])
 
 
 def resource(rule, name, default):

@@ -34,7 +34,7 @@ for KIND, MACHINES in PLAN.diagnosed_by_kind().items():
             diagnosis=STUDY.config.diagnosis.model_dump(mode="json"),
             prompt=STUDY.config.prompt.model_dump(mode="json"),
             model=lambda wildcards: STUDY.config.models[wildcards.model].model_dump(mode="json"),
-            device=lambda wildcards: PLAN.device_of(wildcards.machine),
+            device=lambda wildcards: STUDY.config.device_of(wildcards.machine),
             code=code_digest("aqnpipe.diagnosis.stage"),
         message:
             f"diagnose: model {{wildcards.model}} on machine {{wildcards.machine}}{given(rule_on('srdd_diagnose', KIND))}"

@@ -10,6 +10,7 @@ import pandera.polars as pa
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact, Statement
+from aqnpipe.artifacts.files import Table
 from aqnpipe.config.analysis import ClaimRole
 
 ClaimState = Literal["open", "supported", "refuted", "equivalent", "futile", "invalid"]
@@ -19,7 +20,7 @@ futile: unlikely to be decided by the planned maximum. invalid: the comparison c
 """
 
 
-class AccuracyTable(pa.DataFrameModel):
+class AccuracyTable(Table):
     """results/accuracy.parquet: one checkpoint at one noise level per row; fractions, over noise seeds and samples.
 
     `noise_level`: a relative scale below 1, or the number of a named noise, whose name is in `noise` (a column that
@@ -54,13 +55,12 @@ class AccuracyTable(pa.DataFrameModel):
     parse_failure_harness_flexible: float = pa.Field(ge=0, le=1)
 
     class Config:
-        """No other columns are allowed; one row per checkpoint and level."""
+        """One row per checkpoint and level."""
 
-        strict = True
         unique = ["model", "arm", "seed", "step", "noise_level"]  # noqa: RUF012 - pandera's own form
 
 
-class ComparisonTable(pa.DataFrameModel):
+class ComparisonTable(Table):
     """results/comparisons.parquet: one comparison per row; accuracies, differences and margins as fractions.
 
     kind: `arms` (treatment minus control at one level), `levels` (an arm at a level minus itself without noise) or
@@ -117,13 +117,8 @@ class ComparisonTable(pa.DataFrameModel):
     method: str = pa.Field(str_matches="^(two_way .*|mcnemar|(questions|no_variance)( clusters)?|not_compared)$")
     verdict: str = pa.Field(isin=["supported", "refuted", "equivalent", "not_shown", "invalid"])
 
-    class Config:
-        """No other columns are allowed."""
 
-        strict = True
-
-
-class RobustnessTable(pa.DataFrameModel):
+class RobustnessTable(Table):
     """results/robustness.parquet: an arm over all noise levels after its last step, one row each; fractions.
 
     Descriptive: no part of a family, p-values unadjusted. Seeds and noise seeds are averaged within questions and
@@ -154,13 +149,12 @@ class RobustnessTable(pa.DataFrameModel):
     problem: str = pa.Field(nullable=True)
 
     class Config:
-        """No other columns are allowed; one row per arm."""
+        """One row per arm."""
 
-        strict = True
         unique = ["model", "arm"]  # noqa: RUF012 - pandera's own form
 
 
-class DifferenceTable(pa.DataFrameModel):
+class DifferenceTable(Table):
     """results/differences.parquet: an arm minus the reference arm of its model at one noise level, after the last step.
 
     The reference is the first arm without noise, AQN or simulated machine, else the pretrained model. Descriptive: no
@@ -180,9 +174,8 @@ class DifferenceTable(pa.DataFrameModel):
     problem: str = pa.Field(nullable=True)
 
     class Config:
-        """No other columns are allowed; one row per arm and level."""
+        """One row per arm and level."""
 
-        strict = True
         unique = ["model", "arm", "noise_level"]  # noqa: RUF012 - pandera's own form
 
 
@@ -344,7 +337,7 @@ class ClaimsFile(Artifact):
     tables_sha256: dict[str, str] = Field(default_factory=dict)
 
 
-class MachineDifferenceTable(pa.DataFrameModel):
+class MachineDifferenceTable(Table):
     """Accuracy on a machine of `evaluation.machines` minus that by the study itself, of the same weights.
 
     One row per machine, arm, step and noise level, over all training seeds. Descriptive: no part of a family.
@@ -377,7 +370,6 @@ class MachineDifferenceTable(pa.DataFrameModel):
     problem: str = pa.Field(nullable=True)
 
     class Config:
-        """No other columns are allowed; one row per machine, arm, step and level."""
+        """One row per machine, arm, step and level."""
 
-        strict = True
         unique = ["machine", "model", "arm", "step", "noise_level"]  # noqa: RUF012 - pandera's own form

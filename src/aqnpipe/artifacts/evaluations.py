@@ -1,12 +1,16 @@
 """Files that the evaluate stage writes for each checkpoint, read by the comparison and the report."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
 import pandera.polars as pa
 
-from aqnpipe.config.machine_devices import evaluations_folder
+from aqnpipe.artifacts.files import Table
+from aqnpipe.config.base import evaluations_folder
+
+_RUN_AND_STEP = re.compile(r"seed(\d+)/step(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,20 @@ def evaluation_files(
     )
 
 
-class EvaluationTable(pa.DataFrameModel):
+def last_evaluations(results: Path) -> tuple[EvaluationFiles, ...]:
+    """Return the evaluation of the last step of every run that has one, in the order of the runs' folders."""
+    latest: dict[Path, EvaluationFiles] = {}
+    for table in sorted((results / evaluations_folder()).glob("*/*/seed*/step*.parquet")):
+        if (place := _RUN_AND_STEP.fullmatch(f"{table.parent.name}/{table.name}")) is None:
+            continue
+        *_, model, arm = table.parts[:-2]
+        found = evaluation_files(results, model, arm, int(place[1]), int(place[2]))
+        if table.parent not in latest or latest[table.parent].step < found.step:
+            latest[table.parent] = found
+    return tuple(latest.values())
+
+
+class EvaluationTable(Table):
     """results/eval/.../step<N>.parquet: a row per question, noise level, noise seed and sample.
 
     `cluster`: of the question, the unit of tests and intervals; absent where that is the question.
@@ -94,7 +111,6 @@ class EvaluationTable(pa.DataFrameModel):
     finish_reason: str = pa.Field(isin=["stop", "length"])
 
     class Config:
-        """No other columns are allowed; one row per question, pass and sample."""
+        """One row per question, pass and sample."""
 
-        strict = True
         unique = ["question_id", "noise_level", "noise_seed", "sample"]  # noqa: RUF012 - pandera's own form

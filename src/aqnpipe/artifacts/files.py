@@ -47,6 +47,15 @@ CHECKSUM_PLACEHOLDER = _MARK + "0" * _NUM_DIGITS
 """Text that a writer puts where the digest belongs."""
 
 
+class Table(pa.DataFrameModel):
+    """Base class of the schemas of tables: no other columns are allowed."""
+
+    class Config:
+        """Settings of pandera, which every schema inherits."""
+
+        strict = True
+
+
 @contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside `target`; rename it there on success, remove it on any exception.

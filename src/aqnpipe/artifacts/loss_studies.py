@@ -6,9 +6,10 @@ import pandera.polars as pa
 
 from aqnpipe.artifacts.base import Artifact, Statement
 from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
+from aqnpipe.artifacts.files import Table
 
 
-class LossStudyTable(pa.DataFrameModel):
+class LossStudyTable(Table):
     """results/loss_study/<model>/<name>.parquet: the loss of one text in one pass per row, in nats per token.
 
     `loss`: mean cross entropy of the gold solution's tokens given the question; `text_loss`: of all tokens but the
@@ -28,9 +29,8 @@ class LossStudyTable(pa.DataFrameModel):
     survival_rate: float = pa.Field(ge=0, le=1)
 
     class Config:
-        """No other columns are allowed; one row per text and pass."""
+        """One row per text and pass."""
 
-        strict = True
         unique = ["question_id", "condition", "magnitude", "order", "noise_seed"]  # noqa: RUF012 - pandera's own form
 
 

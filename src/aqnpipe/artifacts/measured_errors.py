@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.parities import OperatorParity, ParityFile
-from aqnpipe.config.arm import Arm
-from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.base import replaced
 from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError
-from aqnpipe.config.model import Attention, Dtype
-from aqnpipe.config.noise import OperatorNoise
+from aqnpipe.config.model import Dtype
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.errors import ConfigError
 
@@ -19,8 +16,6 @@ _SHAPE = (
     *("num_key_value_heads", "head_dim", "vocab_size"),
 )
 """Keys of config.json that decide the operators of a model and their sizes."""
-
-Noise = TypeVar("Noise", bound=OperatorNoise)
 
 
 def with_figures(
@@ -77,23 +72,13 @@ def training_with_figures(
     spec: TrainingSpec, *, config: Mapping[str, object] | None = None, weights_sha256: str | None = None
 ) -> TrainingSpec:
     """Return a training job's settings with the figures of its arm's measured error; see `with_figures`."""
-    arm = arm_with_figures(
-        spec.arm, dtype=spec.dtype, attention=spec.attention, config=config, weights_sha256=weights_sha256
-    )
-    return spec.model_copy(update={"arm": arm})
 
+    def change(error: MeasuredError) -> MeasuredError:
+        return with_figures(
+            error, dtype=spec.dtype, attention=spec.attention, config=config, weights_sha256=weights_sha256
+        )
 
-def arm_with_figures(
-    arm: Arm,
-    *,
-    dtype: Dtype,
-    attention: Attention,
-    config: Mapping[str, object] | None = None,
-    weights_sha256: str | None = None,
-) -> Arm:
-    """Return an arm with the figures of its measured error, if it has one; see `with_figures`."""
-    found = _noise_with_figures(arm.operator_noise, dtype, attention, config, weights_sha256)
-    return arm if found is None else arm.model_copy(update={"operator_noise": found})
+    return replaced(spec, MeasuredError, change)
 
 
 def evaluation_with_figures(spec: EvaluationSpec, *, config: Mapping[str, object] | None = None) -> EvaluationSpec:
@@ -101,30 +86,11 @@ def evaluation_with_figures(spec: EvaluationSpec, *, config: Mapping[str, object
 
     Weights are not compared: those of a trained checkpoint are not those of the parity.
     """
-    noises = {}
-    for name, named in spec.evaluation.noises.items():
-        noise = settings_of(named).operator_noise
-        found = _noise_with_figures(noise, spec.dtype, spec.attention, config, None)
-        if found is not None:
-            noises[name] = settings_of(named).model_copy(update={"operator_noise": found})
-    if not noises:
-        return spec
-    evaluation = spec.evaluation.model_copy(update={"noises": {**spec.evaluation.noises, **noises}})
-    return spec.model_copy(update={"evaluation": evaluation})
 
+    def change(error: MeasuredError) -> MeasuredError:
+        return with_figures(error, dtype=spec.dtype, attention=spec.attention, config=config)
 
-def _noise_with_figures(
-    noise: Noise | None,
-    dtype: Dtype,
-    attention: Attention,
-    config: Mapping[str, object] | None,
-    weights_sha256: str | None,
-) -> Noise | None:
-    """Return the noise with the figures of its measured error; None if its error is not a measured one."""
-    if noise is None or not isinstance(noise.error, MeasuredError):
-        return None
-    error = with_figures(noise.error, dtype=dtype, attention=attention, config=config, weights_sha256=weights_sha256)
-    return noise.model_copy(update={"error": error})
+    return replaced(spec, MeasuredError, change)
 
 
 def _norm_figures(path: Path, parity: ParityFile) -> dict[str, ErrorFigures]:

@@ -4,8 +4,10 @@ from typing import Optional
 
 import pandera.polars as pa
 
+from aqnpipe.artifacts.files import Table
 
-class ProblemTable(pa.DataFrameModel):
+
+class ProblemTable(Table):
     """results/data/<split>.parquet: one question per row; `cluster`: the unit of tests and intervals, if not itself."""
 
     question_id: str = pa.Field(unique=True)
@@ -13,8 +15,3 @@ class ProblemTable(pa.DataFrameModel):
     answer: str
     gold_answer: str
     cluster: Optional[str]  # noqa: UP045 - pandera's form of a column that may be absent
-
-    class Config:
-        """No other columns are allowed."""
-
-        strict = True

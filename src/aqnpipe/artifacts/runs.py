@@ -10,11 +10,12 @@ import pandera.polars as pa
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.files import Table
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.training_facts import TrainingFacts
 
 
-class TrainingMetrics(pa.DataFrameModel):
+class TrainingMetrics(Table):
     """metrics.parquet of a run: a row per optimiser step. It has no wall times, so it is reproducible byte for byte.
 
     `logp_difference_*` and `sampler_kl` compare the policy that generated the rollout with the policy being trained, on
@@ -40,11 +41,6 @@ class TrainingMetrics(pa.DataFrameModel):
     sigma_requested: float = pa.Field(ge=0)
     sigma_measured: float = pa.Field(ge=0)
     validation_accuracy: float = pa.Field(nullable=True)
-
-    class Config:
-        """No other columns are allowed."""
-
-        strict = True
 
 
 class OwnRewardMetrics(TrainingMetrics):

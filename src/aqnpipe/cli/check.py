@@ -12,13 +12,13 @@ from aqnpipe.cli.cost_estimate import (
     Assumptions,
     Estimate,
     Rates,
-    ResumeCost,
     default_rates,
     estimate_study,
     mean_prompt_tokens,
 )
-from aqnpipe.cli.front_door import device_problem, open_study, shards_problem
+from aqnpipe.cli.job_devices import device_problem, shards_problem
 from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory, training_memory
+from aqnpipe.cli.study import open_study
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.seeds import AdaptiveSeeds
@@ -233,22 +233,7 @@ def _lines(checked: CheckedStudy) -> list[str]:
         lines.append(f"each evaluation: {checked.devices_per_engine} devices per worker, which share every layer")
     if checked.estimate is None:
         return [*lines, f"no estimate of the cost: {checked.missing}"]
-    resume = checked.estimate.resume_points
-    return [
-        *lines,
-        *_estimate_lines(checked.estimate, checked.at_most, checked.keep),
-        *([] if resume is None else [_resume_points(resume)]),
-    ]
-
-
-def _resume_points(cost: ResumeCost) -> str:
-    """Return a line on the time and the disk space that the resume points of a run take."""
-    number = f"{cost.per_run:,.0f} per run, {cost.per_run * cost.gigabytes:,.3g} GB written"
-    every = "" if cost.per_run >= 1 else "; a run ends before it may write one"
-    return (
-        f"resume points: {cost.gigabytes:,.3g} GB each, {cost.seconds:,.2g} s if each worker writes 1 GB/s; "
-        f"{number} in {cost.share_of_run:.1%} of its time{every}"
-    )
+    return [*lines, *_estimate_lines(checked.estimate, checked.at_most, checked.keep)]
 
 
 def _estimate_lines(estimate: Estimate, at_most: Estimate | None, keep: Keep) -> list[str]:

@@ -9,7 +9,7 @@ that of the host, if it is longer.
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import ceil
 from statistics import fmean
 from typing import Literal
@@ -22,7 +22,7 @@ from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.generation import RequestedBackend
 from aqnpipe.config.model import BUILTIN_MODELS, Attention, num_layers_in, source_kind
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, LoraConfig, TrainingConfig
+from aqnpipe.config.training import LoraConfig, TrainingConfig
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.shapes import ModelShape, ParameterCount, shape_of
 
@@ -99,15 +99,6 @@ class PhaseCost(FrozenModel):
     device_hours: float
 
 
-class ResumeCost(FrozenModel):
-    """The resume points of a run; the time is that of workers that write and hash a GB per second each."""
-
-    gigabytes: float = Field(description="size of one")
-    seconds: float = Field(description="time in which the workers write one, most of it beside the training")
-    per_run: float
-    share_of_run: float = Field(description="share of a run's time in which points are written")
-
-
 class Estimate(FrozenModel):
     """An estimate and the assumptions behind it."""
 
@@ -121,7 +112,6 @@ class Estimate(FrozenModel):
     run_gigabytes: float = Field(
         description="what is on the disk only while a run is active: resume points, and checkpoints that are not kept"
     )
-    resume_points: ResumeCost | None = Field(default=None, description="of the largest run; None with adapters")
     rates: Rates
     assumed: str
     not_counted: tuple[str, ...]
@@ -183,7 +173,6 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
         )
         / 1e9,
         run_gigabytes=(working + _removed_checkpoints(plan) * max(stored.values(), default=0.0)) / 1e9,
-        resume_points=_resume_cost(plan, working / _RESUME_POINTS, phases),
         rates=rates,
         assumed=f"{prompt_source}, {_response_source(assumptions)}",
         not_counted=(
@@ -404,20 +393,3 @@ def _working_bytes(plan: StudyPlan, size: Size) -> float:
     if training is None or training.lora:
         return 0.0
     return _RESUME_POINTS * (1 + _ADAM_MOMENTS) * size.num_parameters * BYTES[training.weights_dtype]
-
-
-def _resume_cost(plan: StudyPlan, point_bytes: float, phases: Iterable[PhaseCost]) -> ResumeCost | None:
-    """Return the cost of the resume points of a run that takes the mean time of all runs."""
-    training = plan.study.config.training
-    if training is None or not point_bytes:
-        return None
-    run_hours = sum(cost.device_hours for cost in phases if cost.phase != "evaluation") / len(plan.runs())
-    run_seconds = run_hours / training.num_workers * _SECONDS_PER_HOUR
-    seconds = point_bytes / training.num_workers / RESUME_BYTES_PER_SECOND
-    # The last step needs no point.
-    points = float((plan.num_steps - 1) // training.resume_interval)
-    if training.resume_share is not None:
-        points = min(points, training.resume_share * run_seconds / seconds)
-    return ResumeCost(
-        gigabytes=point_bytes / 1e9, seconds=seconds, per_run=points, share_of_run=points * seconds / run_seconds
-    )

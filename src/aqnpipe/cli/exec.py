@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from aqnpipe.cli.terminal import refuse_level
-from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.base import describe_validation_error, key_values
 from aqnpipe.config.own_code import located
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ReceiptError
@@ -73,7 +73,7 @@ def execute(
         "backward": backward,
         "operators": operators,
         "only": only or [],
-        "faults": [_settings(each) for each in fault or []],
+        "faults": [_settings("--fault", each) for each in fault or []],
         "receipts": folder,
     }
     try:
@@ -165,7 +165,11 @@ def _error(noise: float | None, error: str | None, *, has_faults: bool) -> dict[
     if noise is not None:
         refuse_level("--noise", noise)
         return {"kind": "relative_gaussian", "scale": noise}
-    return _settings(error or "")
+    return _settings("--error", error or "")
+
+
+def _settings(option: str, text: str) -> dict[str, Any]:
+    return {name: _number(value) for name, value in key_values(option, text).items()}
 
 
 def _planned(machine: "ProgramMachine") -> "ProgramMachine":
@@ -178,11 +182,6 @@ def _planned(machine: "ProgramMachine") -> "ProgramMachine":
     own = error.model_copy(update={"function": located(error.function, Path.cwd())}).planned()
     refuse_unusable(own)
     return machine.model_copy(update={"error": own})
-
-
-def _settings(text: str) -> dict[str, Any]:
-    settings = dict(pair.partition("=")[::2] for pair in text.split(","))
-    return {name: _number(value) for name, value in settings.items()}
 
 
 def _number(value: str) -> Any:

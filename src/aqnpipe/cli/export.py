@@ -5,7 +5,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from aqnpipe.cli.front_door import open_study
+from aqnpipe.cli.study import open_study
 from aqnpipe.errors import ConfigError
 
 PAPER = "paper"

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import ValidationError
 
-from aqnpipe.cli.diagnose.options import check_writable
-from aqnpipe.cli.own_noise import unusable_errors
+from aqnpipe.cli.options import check_writable
+from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.base import describe_validation_error, replaced
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
 from aqnpipe.config.noise import FakeQuantization, OperatorNoise
@@ -40,7 +40,7 @@ def measure_noise(
     from rich.console import Console
 
     from aqnpipe.artifacts.files import write_json
-    from aqnpipe.artifacts.measured_errors import arm_with_figures
+    from aqnpipe.artifacts.measured_errors import with_figures
     from aqnpipe.models.loading import load_model, source_folder
     from aqnpipe.noise.measure_arm import measure_arm
 
@@ -48,8 +48,7 @@ def measure_noise(
     if arm not in known:
         raise ConfigError(f"--arm: {unknown('arm', arm, sorted(known), f'{arms} defines')}")
     requested = _without_machine(arm, known[arm])
-    for problem in unusable_errors({f"{arms}: arms.{arm}": requested}):
-        raise ConfigError(problem)
+    refuse_unusable_errors(f"{arms}: arms.{arm}", requested)
     if json is not None:
         check_writable("--json", json)
     try:
@@ -58,8 +57,11 @@ def measure_noise(
         raise ConfigError(describe_validation_error(error).removeprefix("source: ")) from error
     loaded = load_model(source_folder(settings), dtype=dtype, attention=attention)
     config = loaded.config.to_dict()
-    measured = arm_with_figures(requested, dtype=dtype, attention=attention, config=config).on_attention(attention)
-    measured = measured.planned()
+
+    def figures_of(error: MeasuredError) -> MeasuredError:
+        return with_figures(error, dtype=dtype, attention=attention, config=config)
+
+    measured = replaced(requested, MeasuredError, figures_of).on_attention(attention).planned()
     receipt = measure_arm(loaded, measured)
     if json is not None:
         write_json(json, receipt)

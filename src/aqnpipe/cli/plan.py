@@ -11,7 +11,7 @@ import typer
 from pydantic import Field
 
 from aqnpipe.cli.cost_estimate import Assumptions, estimate_study
-from aqnpipe.cli.front_door import open_study
+from aqnpipe.cli.study import open_study
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, LocalDataset
 from aqnpipe.config.evaluation import scorer_column
@@ -240,28 +240,22 @@ def _on_common_seeds(
 
 def _scores(results: Path, scorer: str) -> "dict[tuple[str, str, float], dict[str, FloatArray]]":
     """Return scores[noise draw, question] of every role, arm and level after its last step, by name of the seed."""
+    from aqnpipe.artifacts.evaluations import last_evaluations
+
     runs: dict[tuple[str, str, float], dict[str, FloatArray]] = {}
-    for path in _last_tables(results):
-        role, arm, seed = path.parts[-4:-1]
-        for level, scored in _by_level(path, scorer):
-            runs.setdefault((role, arm, level), {})[seed] = scored
+    for one in last_evaluations(results):
+        for level, scored in _by_level(one.table, scorer):
+            runs.setdefault((one.model, one.arm, level), {})[f"seed{one.seed}"] = scored
     return runs
-
-
-def _last_tables(results: Path) -> Iterator[Path]:
-    for seed in sorted(results.glob("eval/*/*/seed*")):
-        steps = {int(path.stem.removeprefix("step")): path for path in seed.glob("step*.parquet")}
-        if steps:
-            yield steps[max(steps)]
 
 
 def _clusters_in(results: Path) -> "Clusters | None":
     """Return the clusters of the questions of a results folder, in the order of their ids; None without any."""
-    from aqnpipe.artifacts.evaluations import EvaluationTable
+    from aqnpipe.artifacts.evaluations import EvaluationTable, last_evaluations
     from aqnpipe.artifacts.files import read_table
     from aqnpipe.statistics.clusters import Clusters
 
-    table = next((read_table(path, EvaluationTable) for path in _last_tables(results)), None)
+    table = next((read_table(one.table, EvaluationTable) for one in last_evaluations(results)), None)
     if table is None or "cluster" not in table.columns:
         return None
     return Clusters.of(table.unique("question_id").sort("question_id")["cluster"].to_list())

@@ -1,11 +1,14 @@
-"""Profiles: settings of a machine, which Snakemake reads with the template language YTE.
+"""Profiles: settings of a machine, which Snakemake reads with the template language YTE, and what they ask of a study.
 
 Snakemake ends in a page of its usage where a profile cannot be read, and takes numbers as they are: `train_devices:
 eight` would be a job with `eight` eight times as many cores. Here each mistake is one line.
 """
 
+import argparse
 import contextlib
 import io
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +16,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.study import read_study_file, shown_path
 from aqnpipe.config.validation_messages import DURATION_PATTERN, GRES_PATTERN, PARTITION_PATTERN, did_you_mean
 from aqnpipe.config.yaml_file import read_yaml_file, validated
-from aqnpipe.errors import AqnpipeError, ConfigError
+from aqnpipe.device import VISIBLE_DEVICES, visible_ids
+from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError
 
 _TEMPLATE = ("__definitions__", "__variables__")
 
@@ -92,6 +97,90 @@ def refuse_unreadable_profiles(names: Iterable[str]) -> None:
         # What a profile says, it says when Snakemake reads it.
         with contextlib.redirect_stderr(io.StringIO()):
             read_profile_file(found[1])
+
+
+def refuse_unreadable_studies() -> None:
+    """End this process with one line if a profile or study given to Snakemake cannot be read, or lists of devices.
+
+    Snakemake reads these files before the workflow, and ends in a traceback if it cannot. The default profile, which
+    Snakemake reads before everything else, calls this.
+    """
+    try:
+        for kind in VISIBLE_DEVICES:
+            visible_ids(kind)
+        refuse_unreadable_profiles(_given_profiles())
+        for path in _given_studies():
+            read_study_file(shown_path(path))
+    except AqnpipeError as error:
+        sys.stderr.write(f"ERROR: {error}\n")
+        sys.exit(EXIT_USER_ERROR)
+
+
+def workers_of_given_study() -> int:
+    """Return `training.num_workers` of the study given to Snakemake, for a profile; 1 if it says nothing."""
+    return _number_in_given_study("training", "num_workers")
+
+
+def shards_of_given_study() -> int:
+    """Return `generation.tensor_parallel` of the study given to Snakemake, for a profile; 1 if it says nothing."""
+    return _number_in_given_study("generation", "tensor_parallel")
+
+
+def _number_in_given_study(section: str, key: str) -> int:
+    number: object = 1
+    for path in _given_studies():
+        try:
+            content = read_study_file(shown_path(path)).get(section)
+        except AqnpipeError:
+            return 1  # The default profile ends with its line.
+        if isinstance(content, Mapping):
+            number = content.get(key, number)
+    return number if isinstance(number, int) and number > 0 else 1
+
+
+def _given_studies() -> list[Path]:
+    """Return the study files that Snakemake reads: those of the command line, else those of the last profile."""
+    given = _given_to_snakemake()
+    if given.configfile:
+        return list(given.configfile)
+    return next((files for name in reversed(_given_profiles()) if (files := _studies_of_profile(name))), [])
+
+
+def _given_profiles() -> list[str]:
+    """Return the names of the profiles that Snakemake reads, besides the default one."""
+    return _given_to_snakemake().profile or [os.environ.get("SNAKEMAKE_PROFILE", "none")]
+
+
+def _given_to_snakemake() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--configfile", "--configfiles", nargs="+", action="extend", default=[], type=Path)
+    parser.add_argument("--profile", action="append", default=[])
+    return parser.parse_known_args()[0]
+
+
+def _studies_of_profile(name: str) -> list[Path]:
+    """Return the study files that a profile names. Snakemake itself reports a profile that cannot be read."""
+    import yaml
+    import yte
+    from snakemake.cli import get_profile_dir
+
+    found = get_profile_dir(name)
+    if found is None:
+        return []
+    folder, file = found
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        named = content.get("configfile") if isinstance(content, dict) else None
+        if isinstance(named, str) and named.startswith("?"):
+            named = yte.process_yaml(text).get("configfile")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, yte.exceptions.YteError):
+        return []
+    if isinstance(named, str):
+        # As Snakemake: a file beside the profile hides one in the working directory.
+        path = os.path.expanduser(os.path.expandvars(named))
+        return [folder / path if (folder / path).exists() else Path(path)]
+    return [Path(each) for each in named] if isinstance(named, list) else []
 
 
 def _dumped(content: Mapping[str, Any], keys: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from aqnpipe.cli.front_door import open_study
+from aqnpipe.cli.study import open_study
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError
 

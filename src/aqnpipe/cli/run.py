@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from aqnpipe.cli.front_door import open_study
+from aqnpipe.cli.study import open_study
 from aqnpipe.config.validation_messages import did_you_mean
 from aqnpipe.errors import ConfigError
 from aqnpipe.shipped import SNAKEFILE

@@ -6,9 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from aqnpipe.cli.datasets import GENERATED, NAMES, dataset_of
-from aqnpipe.cli.diagnose.loading import ModelSource, find_model, load
-from aqnpipe.cli.diagnose.options import check_writable, usable_device
+from aqnpipe.cli.options import (
+    GENERATED,
+    NAMES,
+    ModelSource,
+    check_writable,
+    dataset_of,
+    find_model,
+    load,
+    usable_device,
+)
 from aqnpipe.cli.terminal import refuse_level
 from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.dataset import PromptFormat

@@ -1,13 +1,13 @@
 """Arms: the noise of a training run. An arm is pure data, so adding one needs no code."""
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.base import FrozenModel, Identifier, TrainingSeed
+from aqnpipe.config.base import FrozenModel, Identifier, TrainingSeed, replaced
 from aqnpipe.config.model import Attention, noised_attention
 from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, FakeQuantization, ModuleNoise, OperatorNoise
+from aqnpipe.config.own_noise import OwnError, OwnSchedule
 
 ModelRole = Literal["base", "large", "checkpoints"]
 """checkpoints: the role of given models in a study without training, where no arms file is read."""
@@ -84,8 +84,7 @@ class Arm(FrozenModel):
 
         Raises ConfigError if one has no source, or another than its digest says.
         """
-        parts = {"operator_noise": self.operator_noise, "module_noise": self.module_noise, "aqn": self.aqn}
-        return self.model_copy(update={name: part.planned() for name, part in parts.items() if part is not None})
+        return replaced(replaced(self, OwnError, OwnError.planned), OwnSchedule, OwnSchedule.planned)
 
     def on_attention(self, attention: Attention) -> "Arm":
         """Return the arm with noise on attention as a model with that implementation computes it.
@@ -111,21 +110,3 @@ class ArmsFile(FrozenModel):
     """Content of `config/arms.yaml`: arms by id."""
 
     arms: dict[Identifier, Arm] = Field(min_length=1)
-
-
-def without_auto(content: Any) -> Any:
-    """Return the content of an arms file, not validated, with `attention: auto` left out, which is what it stands for.
-
-    `Arm.on_attention` sets the attention of an arm that names none.
-    """
-    arms = content.get("arms") if isinstance(content, Mapping) else None
-    if not isinstance(arms, Mapping):
-        return content
-    return {**content, "arms": {name: _without_auto(arm) for name, arm in arms.items()}}
-
-
-def _without_auto(arm: Any) -> Any:
-    noise = arm.get("operator_noise") if isinstance(arm, Mapping) else None
-    if not isinstance(noise, Mapping) or noise.get("attention") != "auto":
-        return arm
-    return {**arm, "operator_noise": {key: value for key, value in noise.items() if key != "attention"}}

@@ -1,15 +1,17 @@
-"""The base class of all configuration models, and the type of names that become folders and wildcards."""
+"""The base class of all configuration models, and names that become folders, wildcards and rules of the workflow."""
 
 import os
 import re
 import stat
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from aqnpipe.config.validation_messages import IDENTIFIER_PATTERN, describe_validation_error
-from aqnpipe.errors import AqnpipeError
+from aqnpipe.device import DeviceKind
+from aqnpipe.errors import AqnpipeError, ConfigError
 
 __all__ = ["FrozenModel", "Identifier", "Seed", "Threads", "TrainingSeed", "describe_validation_error"]
 
@@ -38,6 +40,16 @@ Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN, max_length=128), A
 """A name that is used as a folder name and as a wildcard of the workflow."""
 
 
+def rule_on(rule: str, kind: DeviceKind | None) -> str:
+    """Return the name of the rule whose jobs run on devices of a kind; None: on the device of the study."""
+    return rule if kind is None else f"{rule}_{kind}"
+
+
+def evaluations_folder(machine: str | None = None) -> str:
+    """Return the folder of evaluations in the results: those of a machine in `evaluation.machines`, or of the study."""
+    return "eval" if machine is None else f"eval_on/{machine}"
+
+
 _OF_A_SHELL = re.compile(r"/dev/(stdin|fd/\d+)|/proc/(self|\d+)/fd/\d+")
 
 
@@ -57,3 +69,42 @@ class FrozenModel(BaseModel):
     """Base class of configuration models: immutable; unknown keys, NaN and infinities are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+
+def key_values(name: str, text: str, keys: Collection[str] | None = None) -> dict[str, str]:
+    """Return the settings in text such as `dtype=bfloat16,threads=8`; `name` says in a refusal what the text is.
+
+    Raises ConfigError for a part that is no pair, and for a key that is given twice or not in `keys`.
+    """
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or not key or not value:
+            raise ConfigError(f"{name} {text!r}: found {part.strip()!r}, expected comma-separated key=value pairs")
+        if keys is not None and key not in keys:
+            raise ConfigError(f"{name} {text!r}: unknown key {key!r}, expected {', '.join(keys)}")
+        if key in values:
+            raise ConfigError(f"{name} {text!r}: {key} is given twice, expected once")
+        values[key] = value
+    return values
+
+
+Settings = TypeVar("Settings")
+Part = TypeVar("Part", bound=BaseModel)
+
+
+def replaced(settings: Settings, kind: type[Part], change: Callable[[Part], Part]) -> Settings:
+    """Return settings with every part of a kind, at any depth, replaced by what `change` returns for it."""
+    found: Any = settings
+    if isinstance(settings, kind):
+        found = change(settings)
+    elif isinstance(settings, dict):
+        found = {key: replaced(value, kind, change) for key, value in settings.items()}
+    elif isinstance(settings, tuple):
+        found = tuple(replaced(value, kind, change) for value in settings)
+    elif isinstance(settings, BaseModel):
+        parts = {name: getattr(settings, name) for name in type(settings).model_fields}
+        changed = {name: replaced(part, kind, change) for name, part in parts.items()}
+        # Only what differs, because a copy counts what it updates as set by the user.
+        found = settings.model_copy(update={name: part for name, part in changed.items() if part != parts[name]})
+    return found

@@ -18,7 +18,6 @@ from aqnpipe.config.dataset import LmEvalDataset, PromptFormat
 from aqnpipe.config.diagnosis import NEEDS_PARITY
 from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
-from aqnpipe.config.machine_devices import other_kind
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import ModelConfig, known_config, num_layers_of, source_kind
 from aqnpipe.config.noise import FakeQuantization
@@ -28,7 +27,7 @@ from aqnpipe.config.vllm_support import kinds_without_vllm, why_not_shared, why_
 from aqnpipe.errors import ModelError
 
 if TYPE_CHECKING:
-    from aqnpipe.config.study import AnyStudyConfig
+    from aqnpipe.config.study import StudyConfig
 
 Place = tuple[str, Any, tuple[str, ...]]
 """File and key, the value there, and what stands for each `[*]`."""
@@ -38,7 +37,7 @@ Place = tuple[str, Any, tuple[str, ...]]
 class Scope:
     """A study read from `source`, and the content of its arms file or its checkpoints as arms."""
 
-    study: "AnyStudyConfig"
+    study: "StudyConfig"
     arms: Mapping[str, Arm]
     source: str
 
@@ -57,9 +56,11 @@ class Scope:
     def _root(self, name: str) -> tuple[str, Any]:
         match name:
             case "arms":
-                return f"{getattr(self.study, 'arms_file', '')}: arms", self.trained_arms()
+                return f"{self.study.arms_file}: arms", self.trained_arms()
             case "models":
                 return f"{self.source}: {_models(self)}", self.study.models
+            case "checkpoints":
+                return f"{self.source}: checkpoints", None if self.study.training else self.study.models
             case "noises":
                 noises = self.study.evaluation.noises
                 return f"{self.source}: evaluation.noises", {key: settings_of(noise) for key, noise in noises.items()}
@@ -103,7 +104,7 @@ def _validated(scope: Scope, asked: int) -> str | None:
     return validation_problem(scope.study, scope.study.dataset.num_test)
 
 
-def validation_problem(study: "AnyStudyConfig", num_test: int | None) -> str | None:
+def validation_problem(study: "StudyConfig", num_test: int | None) -> str | None:
     """Return why the data set has too few questions for validations; `num_test`: None if not known.
 
     Of fewer questions than the default all are taken, but a number that was asked for is not lowered in silence.
@@ -131,7 +132,7 @@ def _runs_here(scope: Scope, name: str, *_: str) -> str | None:
         return unknown("machine", name, study.machines)
     if study.machines[name].diagnosed_in is not None:
         return f"{name} was diagnosed elsewhere, nothing runs on it here"
-    kind = other_kind(study, name)
+    kind = study.other_kind(name)
     return kind and (
         f"{name} is on another device, {kind} (machines.{name}.device), expected a machine on the device of the study, "
         f"{study.device}"
@@ -182,7 +183,7 @@ def _evaluates_otherwise(scope: Scope, name: str, *_: str) -> str | None:
     """Evaluations on a further machine must be possible there, and differ from those of the study itself."""
     study = scope.study
     machine, counterpart = study.machines[name], study.machines[name].counterpart
-    is_here = other_kind(study, name) is None
+    is_here = study.other_kind(name) is None
     if is_here and not machine.faults and counterpart is None:
         return (
             f"{name} computes as the study does, expected a machine with another device, simulated faults or a "
@@ -550,15 +551,14 @@ RULES: tuple[tuple[str, Check], ...] = (
 )
 
 
-def cross_reference_problems(study: "AnyStudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
+def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], source: str) -> Iterator[str]:
     """Yield the problems of `study` (read from `source`), one line each; only the first is sure to be meant.
 
     `arms`: the content of its arms file, or its checkpoints as arms.
     """
     for name in study.arms:
         if name not in arms:
-            there = f"{getattr(study, 'arms_file', '')} defines"
-            yield f"{source}: arms: {unknown('arm', name, sorted(arms), there)}"
+            yield f"{source}: arms: {unknown('arm', name, sorted(arms), f'{study.arms_file} defines')}"
             return
     scope = Scope(study, arms, source)
     for path, check in RULES:

@@ -1,14 +1,15 @@
 """How checkpoints are evaluated."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from aqnpipe.config.base import FrozenModel, Identifier, Seed, Threads, describe_validation_error
+from aqnpipe.config.base import FrozenModel, Identifier, Seed, Threads, describe_validation_error, replaced
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.evaluation_noise import NamedNoise, level_noise, numbered_levels, repeated_noise, settings_of
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
 from aqnpipe.config.own_code import OwnFunction, planned_digest
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.config.vllm_support import kinds_without_vllm
 from aqnpipe.errors import ConfigError
 
@@ -147,14 +148,11 @@ class EvaluationConfig(FrozenModel):
 
         Raises ConfigError if one has no source, or another than its digest says.
         """
-        changed: dict[str, Any] = {
-            "noises": {
-                name: noise if isinstance(noise, str) else noise.planned() for name, noise in self.noises.items()
-            }
-        }
-        if ":" in self.primary_scorer:
-            changed["scorer_sha256"] = planned_digest(self.primary_scorer, self.scorer_sha256, "scorer_sha256")
-        return self.model_copy(update=changed)
+        found = replaced(self, OwnError, OwnError.planned)
+        if ":" not in self.primary_scorer:
+            return found
+        digest = planned_digest(self.primary_scorer, self.scorer_sha256, "scorer_sha256")
+        return found.model_copy(update={"scorer_sha256": digest})
 
     @property
     def num_samples(self) -> int:

@@ -96,11 +96,6 @@ class EvaluationNoise(FrozenModel):
         """Return the noise on modules; None if there is none."""
         return None if self.module_noise is None else ModuleNoise.model_validate(self.module_noise.model_dump())
 
-    def planned(self) -> Self:
-        """Return this noise with the digests of the sources of errors of a user's own."""
-        parts = {"operator_noise": self.operator_noise, "module_noise": self.module_noise}
-        return self.model_copy(update={name: part.planned() for name, part in parts.items() if part is not None})
-
     @property
     def is_random(self) -> bool:
         """Return whether another noise seed gives other numbers; roundings and biases are the same every time."""

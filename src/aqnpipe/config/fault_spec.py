@@ -2,7 +2,7 @@
 
 from pydantic import ValidationError
 
-from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.base import describe_validation_error, key_values
 from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ConfigError
 
@@ -12,16 +12,7 @@ def parse_fault(spec: str) -> Fault:
 
     Raises ConfigError if a key is missing, repeated or unknown, or a value is out of range.
     """
-    values: dict[str, str] = {}
-    for part in spec.split(","):
-        key, equals, value = (text.strip() for text in part.partition("="))
-        if not equals or not key or not value:
-            raise ConfigError(f"fault {spec!r}: found {part.strip()!r}, expected comma-separated key=value pairs")
-        if key not in Fault.model_fields:
-            raise ConfigError(f"fault {spec!r}: unknown key {key!r}, expected {', '.join(Fault.model_fields)}")
-        if key in values:
-            raise ConfigError(f"fault {spec!r}: {key} is given twice, expected once")
-        values[key] = value
+    values = key_values("fault", spec, Fault.model_fields)
     try:
         return Fault.model_validate_strings(values)
     except ValidationError as error:

@@ -253,11 +253,6 @@ class OperatorNoise(FrozenModel):
         found |= {num_layers: head, num_layers + 1: head if self.layers is None or self.has_measured_norms else None}
         return {part: error for part, error in found.items() if error is not None}
 
-    def planned(self) -> Self:
-        """Return this noise with the digest of the source of its error, if that is a user's own; see `OwnError`."""
-        error = self.error
-        return self.model_copy(update={"error": error.planned()}) if isinstance(error, OwnError) else self
-
     @property
     def has_measured_norms(self) -> bool:
         """Return whether norms have a measured error."""
@@ -292,11 +287,6 @@ class ModuleNoise(FrozenModel):
         if self.modules == ():
             raise ValueError("modules is empty, expected a scope or at least one pattern")
         return self
-
-    def planned(self) -> Self:
-        """Return this noise with the digest of the source of its error, if that is a user's own; see `OwnError`."""
-        error = self.error
-        return self.model_copy(update={"error": error.planned()}) if isinstance(error, OwnError) else self
 
     @property
     def is_active(self) -> bool:
@@ -444,11 +434,6 @@ class AdaptiveNoise(FrozenModel):
         if self.sigmas is not None:
             return self.sigmas.layer_sigmas.get(layer, self.sigmas.base_sigma) / self.sigmas.base_sigma
         return 1.0 if diagnosed is None else diagnosed.get(layer, 0.0)
-
-    def planned(self) -> Self:
-        """Return this noise with the digest of the source of its schedule, if that is a user's own."""
-        schedule = self.schedule
-        return self.model_copy(update={"schedule": schedule.planned()}) if isinstance(schedule, OwnSchedule) else self
 
     @model_validator(mode="after")
     def _sigmas_have_one_source(self) -> Self:

@@ -7,21 +7,21 @@ from typing import Any
 
 from aqnpipe.config.analysis import PRETRAINED, ReportConfig
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.base import Settings, evaluations_folder, replaced, rule_on
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset, Split
 from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
-from aqnpipe.config.machine_devices import by_kind, device_of, evaluations_folder, other_kind, rule_on
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import builtin_folder, source_kind
 from aqnpipe.config.noise import Fault, OperatorNoise
 from aqnpipe.config.run import EvaluationSpec, LossStudySpec, ParitySpec, TrainingSpec
 from aqnpipe.config.study import CHECKPOINTS, Study
-from aqnpipe.config.training import TrainingConfig
+from aqnpipe.config.training import Reward, TrainingConfig
 from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
-from aqnpipe.device import DeviceKind, RequestedDevice
+from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ConfigError
 
 _ON_DEVICE_OF_STUDY = ("train", "evaluate", "evaluate_run", "loss_study")
@@ -240,17 +240,17 @@ class StudyPlan:
         config = self.study.config
         here = [name for name, machine in config.machines.items() if machine.diagnosed_in is None]
         elsewhere = tuple(name for name in config.machines if name not in here)
-        found = by_kind(config, here)
+        found = config.by_kind(here)
         return {**found, None: (*found[None], *elsewhere)} if self.study.has_training else {None: ()}
 
     def measured_by_kind(self) -> dict[DeviceKind | None, tuple[str, ...]]:
         """Return the machines whose counterpart is measured, by kind of device; None: that of the study."""
         machines = self.study.config.machines
-        return by_kind(self.study.config, (name for name in machines if machines[name].counterpart))
+        return self.study.config.by_kind(name for name in machines if machines[name].counterpart)
 
     def evaluated_by_kind(self) -> dict[DeviceKind | None, tuple[str, ...]]:
         """Return the machines of `evaluation.machines` by kind of device, those that there are; None: the study's."""
-        found = by_kind(self.study.config, self.study.config.evaluation.machines)
+        found = self.study.config.by_kind(self.study.config.evaluation.machines)
         return {kind: machines for kind, machines in found.items() if machines}
 
     def rules_by_kind(self) -> dict[DeviceKind | None, dict[str, str]]:
@@ -266,17 +266,14 @@ class StudyPlan:
 
     def machines_on(self, kind: DeviceKind) -> list[str]:
         """Return the machines on devices of a kind other than the study's."""
-        return [name for name in self.study.config.machines if other_kind(self.study.config, name) == kind]
+        config = self.study.config
+        return [name for name in config.machines if config.other_kind(name) == kind]
 
     def diagnosed_machine(self, machine: str) -> dict[str, Any]:
         """Return what a diagnosis needs of a machine, as plain data."""
         settings = self.study.config.machines[machine]
         unused = {"description", "counterpart", "measured_in"} | (set() if settings.device else {"device"})
         return settings.model_dump(mode="json", exclude=unused)
-
-    def device_of(self, machine: str) -> RequestedDevice:
-        """Return the device of a machine: its own, else that of the study."""
-        return device_of(self.study.config, machine)
 
     def parity_file(self, model: str, machine: str) -> str:
         """Return the file of the parity of a model on a machine: of its counterpart, or the one that it names."""
@@ -323,7 +320,7 @@ class StudyPlan:
                 "model_role": model,
                 "machine": machine,
                 "counterpart": config.machines[machine].counterpart,
-                "device": self.device_of(machine),
+                "device": self.study.config.device_of(machine),
                 "dtype": config.models[model].dtype,
                 "attention": config.models[model].attention,
                 "prompt": config.prompt,
@@ -339,28 +336,15 @@ class StudyPlan:
 
     def _parity_input(self, model: str, noises: Sequence[OperatorNoise]) -> list[str]:
         errors = [noise.error for noise in noises if isinstance(noise.error, MeasuredError)]
-        return sorted({self.measured_error(error, model).source for error in errors})
+        return sorted({self.with_parity_files(error, model).source for error in errors})
 
-    def measured_error(self, error: MeasuredError, model: str) -> MeasuredError:
-        """Return the error with the file of its parity in the place of a machine of the study."""
-        return error if error.machine is None else error.measured_in(self.parity_file(model, error.machine))
+    def with_parity_files(self, settings: Settings, model: str) -> Settings:
+        """Return settings whose measured errors name the file of a parity in the place of a machine of the study."""
 
-    def _with_parity_file(self, arm: Arm, model: str) -> Arm:
-        """Return the arm with the file of the parity in the place of the machine that its measured error names."""
-        noise = arm.operator_noise
-        if noise is None or not isinstance(noise.error, MeasuredError):
-            return arm
-        found = noise.model_copy(update={"error": self.measured_error(noise.error, model)})
-        return arm.model_copy(update={"operator_noise": found})
+        def change(error: MeasuredError) -> MeasuredError:
+            return error if error.machine is None else error.measured_in(self.parity_file(model, error.machine))
 
-    def _with_parity_files(self, evaluation: EvaluationConfig, model: str) -> EvaluationConfig:
-        changed = {}
-        for name, named in evaluation.noises.items():
-            noise = settings_of(named).operator_noise
-            if noise is not None and isinstance(noise.error, MeasuredError):
-                found = noise.model_copy(update={"error": self.measured_error(noise.error, model)})
-                changed[name] = settings_of(named).model_copy(update={"operator_noise": found})
-        return evaluation.model_copy(update={"noises": {**evaluation.noises, **changed}}) if changed else evaluation
+        return replaced(settings, MeasuredError, change)
 
     def examples_input(self) -> list[str]:
         """Return the file of training questions if prompts contain examples from it, as a list; else an empty list."""
@@ -407,7 +391,7 @@ class StudyPlan:
         training = self.study.config.training
         if training is None:
             raise RuntimeError("a study of checkpoints has no training; this is a bug")
-        return training.model_copy(update={"rewards": tuple(reward.planned() for reward in training.rewards)})
+        return replaced(training, Reward, Reward.planned)
 
     @cached_property
     def _planned_arms(self) -> dict[str, Arm]:
@@ -433,7 +417,7 @@ class StudyPlan:
         return TrainingSpec(
             model_role=role,
             arm_id=arm,
-            arm=self._with_parity_file(self._planned_arms[arm], role),
+            arm=self.with_parity_files(self._planned_arms[arm], role),
             faults=self.faults(self.study.arms[arm].machine),
             seed=seed,
             num_steps=self.num_steps,
@@ -484,12 +468,12 @@ class StudyPlan:
             seed=seed,
             step=step,
             faults=self.faults(self.machine or machine),
-            device=config.device if self.machine is None else self.device_of(self.machine),
+            device=config.device if self.machine is None else config.device_of(self.machine),
             dtype=(counterpart and counterpart.dtype) or computed.dtype,
             attention=computed.attention,
             prompt=config.prompt,
             generation=config.generation,
-            evaluation=self._with_parity_files(self._evaluation_on_machine(), prepared or model),
+            evaluation=self.with_parity_files(self._evaluation_on_machine(), prepared or model),
             task=config.dataset if isinstance(config.dataset, LmEvalDataset) else None,
         ).model_dump(mode="json")
 

@@ -1,7 +1,7 @@
 """A study: the configuration of one workflow, validated as a whole before any job starts."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from aqnpipe.config.analysis import PRETRAINED, Comparison, ReportConfig, StatisticsConfig
-from aqnpipe.config.arm import Arm, ArmsFile, without_auto
+from aqnpipe.config.arm import Arm, ArmsFile
 from aqnpipe.config.base import FrozenModel, Identifier
 from aqnpipe.config.cross_references import cross_reference_problems
 from aqnpipe.config.dataset import DatasetConfig, LmEvalDataset, PromptFormat
@@ -26,7 +26,7 @@ from aqnpipe.config.seeds import AdaptiveSeeds, Seeds, seed_numbers
 from aqnpipe.config.training import Keep, TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
 from aqnpipe.config.yaml_file import read_yaml_file, typed_scalars, validated
-from aqnpipe.device import RequestedDevice
+from aqnpipe.device import DeviceKind, RequestedDevice
 from aqnpipe.errors import ConfigError
 
 _ARMS_FILE = "arms.yaml"
@@ -121,12 +121,12 @@ class StudyConfig(_SharedSettings):
 
     arms_file: str = Field(default=_ARMS_FILE, description="file of the arms, relative to the folder of the study file")
     models: dict[Identifier, ModelConfig] = Field(min_length=1, description="the models by name (base, large)")
-    machines: dict[Identifier, Machine] = Field(min_length=1, description="machines to diagnose, by name")
+    machines: dict[Identifier, Machine] = Field(description="machines to diagnose, by name")
     arms: tuple[Identifier, ...] = Field(min_length=1)
     seeds: Seeds = Field(
         description="training seeds of every arm, or a rule by which seeds are added until the claims are decided"
     )
-    training: TrainingConfig
+    training: TrainingConfig | None
     keep: Keep = Field(
         default="all",
         description="weights of each run that stay once all its checkpoints are evaluated and their receipts accepted: "
@@ -151,7 +151,7 @@ class StudyConfig(_SharedSettings):
     @model_validator(mode="after")
     def _equivalence_can_end(self) -> Self:
         for index, claim in enumerate(self.comparisons):
-            if claim.equivalent_within is not None and not isinstance(self.seeds, AdaptiveSeeds):
+            if self.training and claim.equivalent_within is not None and not isinstance(self.seeds, AdaptiveSeeds):
                 raise ValueError(
                     f"comparisons.{index}.equivalent_within: needs adaptive seeds (start, step, max); for fixed seeds "
                     "use test: equivalence with a margin"
@@ -160,6 +160,8 @@ class StudyConfig(_SharedSettings):
 
     @model_validator(mode="after")
     def _training_has_steps(self) -> Self:
+        if self.training is None:
+            return self
         if isinstance(self.dataset, LmEvalDataset):
             raise ValueError(
                 "dataset.source: found lm_eval, expected generated, local or hub: nothing can be trained on a task of "
@@ -180,7 +182,8 @@ class StudyConfig(_SharedSettings):
             raise ValueError(
                 f"training.epochs: a run would have {self.num_steps:,} steps, expected at most {_MOST_STEPS:,}"
             )
-        checkpoints = self.num_steps // (self.training.checkpoint_every or self.num_steps)
+        every = self.training.checkpoint_every if self.training else None
+        checkpoints = self.num_steps // every if every else 1
         evaluations = len(self.arms) * len(seed_numbers(self.seeds)) * checkpoints
         if evaluations > _MOST_EVALUATIONS:
             raise ValueError(
@@ -192,15 +195,32 @@ class StudyConfig(_SharedSettings):
     @property
     def num_steps(self) -> int:
         """Optimiser steps of every run."""
-        return self.training.num_steps(self.dataset.num_train or 0)
+        return self.training.num_steps(self.dataset.num_train or 0) if self.training else 0
+
+    def device_of(self, machine: str) -> RequestedDevice:
+        """Return the device of a machine: its own, else that of the study."""
+        return self.machines[machine].device or self.device
+
+    def other_kind(self, machine: str | None) -> DeviceKind | None:
+        """Return the kind of device of a machine if it is another than the study's; None: it is the study's.
+
+        The jobs of such a machine are rules of their own, one per kind of device, so that a profile gives each the
+        resources of its device: a study may diagnose on an NPU and train on GPUs.
+        """
+        own = None if machine is None else self.machines[machine].device
+        return None if own == self.device else own
+
+    def by_kind(self, machines: Iterable[str]) -> dict[DeviceKind | None, tuple[str, ...]]:
+        """Return the machines by `other_kind`, each once; the key None is always there."""
+        found: dict[DeviceKind | None, tuple[str, ...]] = {None: ()}
+        for machine in dict.fromkeys(machines):
+            kind = self.other_kind(machine)
+            found[kind] = (*found.get(kind, ()), machine)
+        return found
 
 
 class CheckpointStudyConfig(_SharedSettings):
-    """Content of a study file with `checkpoints`: existing models are evaluated and compared, nothing is trained.
-
-    It has the attributes of a study that trains, so that whatever handles arms handles checkpoints: each is one arm
-    with one seed and no steps.
-    """
+    """Content of a study file with `checkpoints`: existing models are evaluated and compared, nothing is trained."""
 
     checkpoints: dict[Identifier, CheckpointConfig] = Field(
         min_length=1,
@@ -210,53 +230,13 @@ class CheckpointStudyConfig(_SharedSettings):
         default={}, description="machines for evaluation.pretrained_machine, by name"
     )
 
-    @property
-    def arms(self) -> tuple[str, ...]:
-        """The names of the checkpoints."""
-        return tuple(self.checkpoints)
-
-    @property
-    def models(self) -> dict[str, ModelConfig]:
-        """The checkpoints by name."""
-        return dict(self.checkpoints)
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """One seed, 0: the weights are given."""
-        return (0,)
-
-    @property
-    def training(self) -> None:
-        """None: nothing is trained."""
-        return
-
-    @property
-    def keep(self) -> Keep:
-        """All: given weights are never removed."""
-        return "all"
-
-    @property
-    def loss_studies(self) -> tuple[LossStudyConfig, ...]:
-        """No loss studies."""
-        return ()
-
-    @property
-    def diagnosis(self) -> DiagnosisConfig:
-        """The default settings: no machine is diagnosed."""
-        return DiagnosisConfig()
-
-    @property
-    def sigma_rule(self) -> SigmaRule:
-        """The default settings: no machine is diagnosed."""
-        return SigmaRule()
-
-    @property
-    def num_steps(self) -> int:
-        """No optimiser steps."""
-        return 0
-
-
-AnyStudyConfig = StudyConfig | CheckpointStudyConfig
+    def as_study(self) -> StudyConfig:
+        """Return the study of these checkpoints as its arms: each a model of its own, with one seed and no training."""
+        shared = {name: getattr(self, name) for name in _SharedSettings.model_fields}
+        models, arms = dict(self.checkpoints), tuple(self.checkpoints)
+        return StudyConfig.model_construct(
+            **shared, machines=self.machines, models=models, arms=arms, seeds=(0,), training=None
+        )
 
 
 class Study(FrozenModel):
@@ -266,14 +246,14 @@ class Study(FrozenModel):
     number of seeds of each arm so far, in a study that adds seeds; null: those before its first look.
     """
 
-    config: AnyStudyConfig
+    config: StudyConfig
     arms: dict[str, Arm]
     seeds_per_arm: dict[str, int] | None = None
 
     @property
     def has_training(self) -> bool:
         """Return whether arms are trained; otherwise the study evaluates given checkpoints."""
-        return isinstance(self.config, StudyConfig)
+        return self.config.training is not None
 
     def model_roles(self) -> list[str]:
         """Return the model roles of the arms, in the order of the study; `checkpoints` in a study of these."""
@@ -341,6 +321,9 @@ def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
     if "checkpoints" in config:
         return _load_checkpoint_study(config, source)
     study = validated(StudyConfig, config, source)
+    for key, expected in (("training", "a mapping of keys"), ("machines", "at least 1 entries")):
+        if not (found := getattr(study, key)):
+            raise ConfigError(f"{source}: {key}: found {'null' if found is None else found}, expected {expected}")
     arms = _with_attention(read_arms(Path(study.arms_file)), study.models)
     for problem in cross_reference_problems(study, arms, source):
         raise ConfigError(problem)
@@ -361,8 +344,8 @@ def _load_checkpoint_study(config: Mapping[str, Any], source: str) -> Study:
             raise ConfigError(
                 f"{source}: {key}: not in a study with checkpoints, which trains nothing (remove {key} or checkpoints)"
             )
-    study = validated(CheckpointStudyConfig, _graded_by_task(config), source)
-    arms = {name: Arm(description=model.source, model=CHECKPOINTS) for name, model in study.checkpoints.items()}
+    study = validated(CheckpointStudyConfig, _graded_by_task(config), source).as_study()
+    arms = {name: Arm(description=model.source, model=CHECKPOINTS) for name, model in study.models.items()}
     for problem in cross_reference_problems(study, arms, source):
         raise ConfigError(problem)
     return Study(config=study, arms=arms)
@@ -389,11 +372,19 @@ def load_study_files(paths: Sequence[Path], overrides: Mapping[str, Any] = Mappi
     """
     merged: Any = {}
     for path in paths:
-        merged = _extended(merged, _with_own_code(_with_own_arms(read_study_file(path), path), path))
+        merged = _extended(merged, _located(_with_own_arms(read_study_file(path), path), path.parent))
     names = [*map(str, paths), *(["--config"] if overrides else [])]
     content = _extended(merged, typed_scalars(overrides))
     own_arms = {} if "checkpoints" in content else {"arms_file": _beside(paths[0], _ARMS_FILE)}
     return load_study({**own_arms, **content}, ", ".join(names))
+
+
+def shown_path(path: Path) -> Path:
+    """Return the path relative to the working directory if it is below it; Snakemake makes every path absolute."""
+    try:
+        return path.absolute().relative_to(Path.cwd())
+    except ValueError:
+        return path
 
 
 def read_study_file(path: Path) -> Mapping[str, Any]:
@@ -406,11 +397,7 @@ def read_study_file(path: Path) -> Mapping[str, Any]:
 
 def read_arms(path: Path) -> dict[str, Arm]:
     """Return the arms of an arms file by id; ConfigError if it is missing or invalid."""
-    content = without_auto(read_yaml_file(path))
-    if isinstance(content, Mapping) and isinstance(content.get("arms"), Mapping):
-        arms = {name: _with_own_noise(arm, path.parent) for name, arm in content["arms"].items()}
-        content = {**content, "arms": arms}
-    return validated(ArmsFile, content, str(path)).arms
+    return validated(ArmsFile, _located(read_yaml_file(path), path.parent), str(path)).arms
 
 
 def _with_own_arms(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:
@@ -419,33 +406,25 @@ def _with_own_arms(content: Mapping[str, Any], study_file: Path) -> Mapping[str,
     return {**content, "arms_file": _beside(study_file, name)} if isinstance(name, str) else content
 
 
-def _with_own_code(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:
-    """Return the content of a study file with the folder of each function whose module is beside it."""
-    found, folder = dict(content), study_file.parent
-    training, evaluation = content.get("training"), content.get("evaluation")
-    if isinstance(training, Mapping) and isinstance(training.get("rewards"), list):
-        rewards = [_with_located(reward, "function", folder) for reward in training["rewards"]]
-        found["training"] = {**training, "rewards": rewards}
-    if isinstance(evaluation, Mapping):
-        found["evaluation"] = located_evaluation = dict(_with_located(evaluation, "primary_scorer", folder))
-        if isinstance(evaluation.get("noises"), Mapping):
-            noises = {name: _with_own_noise(noise, folder) for name, noise in evaluation["noises"].items()}
-            located_evaluation["noises"] = noises
-    return found
+def _located(content: Any, folder: Path) -> Any:
+    """Return the content of a file in `folder` with the folder of each function whose module is beside it.
 
-
-def _with_own_noise(part: Any, folder: Path) -> Any:
-    """Return an arm, or a named noise, with the folder of each error model or schedule whose module is in `folder`."""
-    if not isinstance(part, Mapping):
-        return part
-    found = dict(part)
-    for key, inner in (("operator_noise", "error"), ("module_noise", "error"), ("aqn", "schedule")):
-        noise = part.get(key)
-        if isinstance(noise, Mapping) and inner in noise:
-            found[key] = {**noise, inner: _with_located(noise[inner], "function", folder)}
-    aqn = found.get("aqn")
-    if isinstance(aqn, Mapping) and isinstance(aqn.get("sigmas"), str):
-        found["aqn"] = {**aqn, "sigmas": _aqn_section(folder / aqn["sigmas"])}
+    Files of sigmas are read, and `attention: auto` of operator noise is left out, which is what it stands for.
+    """
+    if isinstance(content, list):
+        return [_located(part, folder) for part in content]
+    if not isinstance(content, Mapping):
+        return content
+    # Settings of a function are the user's, whatever their names.
+    found = {key: part if key == "settings" else _located(part, folder) for key, part in content.items()}
+    for key in ("function", "primary_scorer"):
+        if isinstance(found.get(key), str):
+            found[key] = located(found[key], folder)
+    aqn, noise = found.get("aqn"), found.get("operator_noise")
+    if isinstance(aqn, dict) and isinstance(aqn.get("sigmas"), str):
+        aqn["sigmas"] = _aqn_section(folder / aqn["sigmas"])
+    if isinstance(noise, dict) and noise.get("attention") == "auto":
+        del noise["attention"]
     return found
 
 
@@ -456,13 +435,6 @@ def _aqn_section(path: Path) -> Any:
         raise ConfigError(f"{path}: found no section aqn, expected aqn with base_sigma and layer_sigmas")
     validated(LayerSigmas, content["aqn"], f"{path}: aqn")
     return content["aqn"]
-
-
-def _with_located(settings: Any, key: str, folder: Path) -> Any:
-    """Return settings with the function at a key located; others as they are."""
-    if isinstance(settings, Mapping) and isinstance(settings.get(key), str):
-        return {**settings, key: located(settings[key], folder)}
-    return settings
 
 
 def _beside(study_file: Path, name: str) -> str:

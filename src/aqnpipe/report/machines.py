@@ -73,8 +73,7 @@ def noises_of(study: Study, model: str, attention: str) -> list[StudyNoise]:
 
 def _resolved(plan: StudyPlan, noise: OperatorNoise, model: str) -> OperatorNoise:
     """Return the noise with the file of its measured error, and without the phases, which are no part of its size."""
-    error = plan.measured_error(noise.error, model) if isinstance(noise.error, MeasuredError) else noise.error
-    return noise.model_copy(update={"error": error, "phases": ("evaluation",)})
+    return plan.with_parity_files(noise, model).model_copy(update={"phases": ("evaluation",)})
 
 
 def times_by_operator(

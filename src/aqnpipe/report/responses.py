@@ -5,8 +5,7 @@ The files are read as they lie; the stages have verified them. Only the rows of 
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -16,6 +15,7 @@ import polars as pl
 from markupsafe import Markup, escape
 
 from aqnpipe.artifacts.comparisons import Claim, ClaimsFile, ComparisonTable
+from aqnpipe.artifacts.evaluations import last_evaluations
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
@@ -29,7 +29,6 @@ from aqnpipe.report.claims import VERDICT_SYMBOLS, claim_text
 from aqnpipe.report.markup import inline, page_template
 from aqnpipe.report.words import Words, at_noise, visible
 
-_PLACE = re.compile(r"eval/([^/]+)/([^/]+)/seed(\d+)/step(\d+)\.parquet$")
 _DIGITS = 9
 _WORDS = re.compile(r"\s+|[^\s]+")
 
@@ -40,23 +39,14 @@ _SCORERS = (*get_args(Scorer), OWN_SCORER, "task")
 """All names of scorers in columns; `task` is a task of lm-evaluation-harness."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """The last evaluated checkpoint of one run."""
-
-    model: str
-    arm: str
-    seed: int
-    step: int
-    path: Path
-
-
 class Responses:
     """The responses below the results folder of a study. Raises DataError if there are none."""
 
     def __init__(self, results: Path) -> None:
         self.results = results
-        self.checkpoints = tuple(_last_checkpoints(results))
+        self.checkpoints = last_evaluations(results)
+        for checkpoint in self.checkpoints:
+            refuse_pipe_or_device(checkpoint.table, DataError)
         if not self.checkpoints:
             raise DataError(f"{results}: found no evaluations in eval/, expected the results folder of a study")
 
@@ -117,7 +107,7 @@ class Responses:
     @cached_property
     def scorers(self) -> tuple[str, ...]:
         """The scorers whose answers and verdicts the evaluations have."""
-        columns = _collect(pl.scan_parquet(self.checkpoints[0].path).head(0)).columns
+        columns = _collect(pl.scan_parquet(self.checkpoints[0].table).head(0)).columns
         return tuple(scorer for scorer in _SCORERS if f"correct_{scorer}" in columns)
 
     def noise_names(self) -> dict[float, str]:
@@ -128,7 +118,7 @@ class Responses:
     @cached_property
     def _settings(self) -> Mapping[str, Any]:
         """The settings of the evaluations, from the record of one; empty without a record."""
-        record = self.checkpoints[0].path.with_suffix(".run.json")
+        record = self.checkpoints[0].record
         settings = read_json(record, RunRecord).config.get("evaluation") if record.exists() else None
         return settings if isinstance(settings, dict) else {}
 
@@ -220,7 +210,7 @@ class Responses:
         if not chosen:
             raise DataError(f"found no evaluation of {', '.join(arms)}, expected {', '.join(self.arms)}")
         return [
-            pl.scan_parquet(one.path).with_columns(
+            pl.scan_parquet(one.table).with_columns(
                 model=pl.lit(one.model), arm=pl.lit(one.arm), seed=pl.lit(one.seed), step=pl.lit(one.step)
             )
             for one in chosen
@@ -241,20 +231,6 @@ def differing(text: str, reference: str) -> Markup:
         part = escape("".join(shown[start:end]))
         parts.append(part if kind == "equal" or not part.strip() else Markup("<mark>{}</mark>").format(part))
     return Markup("").join(parts)
-
-
-def _last_checkpoints(results: Path) -> Iterator[Checkpoint]:
-    latest: dict[tuple[str, str, int], Checkpoint] = {}
-    for path in sorted((results / "eval").glob("*/*/seed*/step*.parquet")):
-        place = _PLACE.search(path.as_posix())
-        if place is None:
-            continue
-        found = Checkpoint(place[1], place[2], int(place[3]), int(place[4]), path)
-        key = (found.model, found.arm, found.seed)
-        refuse_pipe_or_device(path, DataError)
-        if key not in latest or latest[key].step < found.step:
-            latest[key] = found
-    yield from latest.values()
 
 
 def _collect(rows: pl.LazyFrame) -> pl.DataFrame:

@@ -1,27 +1,59 @@
 """`aqnpipe diagnose`: diagnose a device or all devices of a node with any model, without a study."""
 
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from aqnpipe.cli.diagnose.fleet import diagnose_node, read_report
-from aqnpipe.cli.diagnose.loading import ModelSource, find_model, load, word_problems
-from aqnpipe.cli.diagnose.options import Outputs, parse_devices, parse_duration, usable_device
+from aqnpipe.cli.options import (
+    ModelSource,
+    check_folder,
+    check_writable,
+    find_model,
+    load,
+    parse_devices,
+    usable_device,
+    word_problems,
+)
 from aqnpipe.cli.terminal import given_options
 from aqnpipe.config.base import LARGEST_SEED, MOST_THREADS
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import parse_fault
-from aqnpipe.config.model import Attention, Dtype
+from aqnpipe.config.model import Attention, Dtype, read_json_object
 from aqnpipe.config.noise import Fault
-from aqnpipe.errors import ConfigError
+from aqnpipe.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     import torch
 
-    from aqnpipe.artifacts.diagnoses import DiagnosisFile, Outcome
+    from aqnpipe.artifacts.diagnoses import DiagnosisFile, NodeReport, Outcome
+    from aqnpipe.cli.diagnose.worker import Order
 
 _FLEET = "For several devices"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where reports and logs go. No folder is made that does not exist."""
+
+    json: Path | None
+    history: Path | None
+    logs: Path | None
+
+    def check(self) -> None:
+        """Raise StorageError unless everything can be written."""
+        if self.json is not None:
+            check_writable("--json", self.json)
+        for option, folder in (("--history", self.history), ("--logs", self.logs)):
+            if folder is not None:
+                check_folder(option, folder)
 
 
 def diagnose(
@@ -58,10 +90,6 @@ def diagnose(
             rich_help_panel=_FLEET,
         ),
     ] = None,
-    duration: Annotated[
-        str | None,
-        typer.Option(help="repeat with new seeds and shapes for 30s, 15m or 2h", rich_help_panel=_FLEET),
-    ] = None,
     history: Annotated[
         Path | None,
         typer.Option(help="existing folder: add the report under host and time", rich_help_panel=_FLEET),
@@ -93,11 +121,10 @@ def diagnose(
     faults = tuple(parse_fault(spec) for spec in fault or ())
     outputs = Outputs(json=json, history=history, logs=logs)
     outputs.check()
-    if given & {"devices", "duration", "history", "logs"}:
+    if given & {"devices", "history", "logs"}:
         names = parse_devices("--devices", devices) if devices is not None else parse_devices("--device", device)
-        seconds = None if duration is None else parse_duration(duration)
         source = find_model(model, dtype, attention, random_weights=random_weights)
-        _leave(diagnose_node(source, names, seconds, method, config, faults, outputs).verdict)
+        _leave(diagnose_node(source, names, method, config, faults, outputs).verdict)
     target = usable_device(device)
     source = find_model(model, dtype, attention, random_weights=random_weights)
     _leave(diagnose_here(source, target, method, config, faults, json).verdict)
@@ -157,3 +184,107 @@ def diagnose_here(
         console.print(f"written: {json}")
     show_diagnosis(file)
     return file
+
+
+def diagnose_node(
+    source: ModelSource,
+    devices: Sequence[str],
+    method: DiagnosisMethod,
+    config: DiagnosisConfig,
+    faults: tuple[Fault, ...],
+    outputs: Outputs,
+) -> "NodeReport":
+    """Diagnose `devices` in parallel, print what was found and write it where `outputs` asks for it."""
+    from aqnpipe.artifacts.diagnoses import EXIT_CODES, NodeReport, worst
+    from aqnpipe.artifacts.provenance import versions
+    from aqnpipe.cli.diagnose.node import diagnose_devices
+    from aqnpipe.cli.diagnose.show import show_node
+    from aqnpipe.cli.terminal import console_of
+
+    def orders(folder: Path) -> "list[Order]":
+        return make_orders(folder, source, devices, method, config, faults)
+
+    started, clock = datetime.now(UTC), time.monotonic()
+    with console_of(stderr=True).status("starting") as status:
+        reports = diagnose_devices(orders, outputs.logs, status.update)
+    verdict = worst(report.verdict for report in reports)
+    node = NodeReport(
+        time=started,
+        host=socket.gethostname(),
+        verdict=verdict,
+        exit_code=EXIT_CODES[verdict],
+        model=source.name,
+        dtype=source.dtype,
+        attention=source.attention,
+        method=method,
+        seed=config.seed,
+        versions=versions(),
+        seconds=round(time.monotonic() - clock, 2),
+        devices=tuple(reports),
+    )
+    _write(node, outputs)
+    show_node(node)
+    return node
+
+
+def read_report(path: Path) -> "NodeReport":
+    """Return the report of a node in `path`, or the diagnosis of one device as such a report; DataError otherwise."""
+    from aqnpipe.artifacts.diagnoses import DiagnosisFile, NodeReport
+    from aqnpipe.artifacts.files import read_json
+    from aqnpipe.diagnosis.node_comparison import node_of
+
+    try:
+        content = read_json_object(path)
+    except ModelError as error:
+        raise DataError(f"{error}, expected a file of `aqnpipe diagnose`") from error
+    if "devices" in content:
+        return read_json(path, NodeReport)
+    return node_of(read_json(path, DiagnosisFile))
+
+
+def make_orders(
+    folder: Path,
+    source: ModelSource,
+    devices: Sequence[str],
+    method: DiagnosisMethod,
+    config: DiagnosisConfig,
+    faults: tuple[Fault, ...],
+) -> "list[Order]":
+    """Return the orders of `devices`, whose reports are numbered files in `folder`."""
+    from aqnpipe.cli.diagnose.worker import Order
+
+    return [
+        Order(
+            device=device,
+            model=source,
+            method=method,
+            config=config,
+            faults=faults,
+            report=folder / f"{number}.json",
+            parent=os.getpid(),
+        )
+        for number, device in enumerate(devices)
+    ]
+
+
+def _write(node: "NodeReport", outputs: Outputs) -> None:
+    from aqnpipe.artifacts.files import write_json
+    from aqnpipe.cli.terminal import console_of
+
+    targets = [] if outputs.json is None else [outputs.json]
+    if outputs.history is not None:
+        targets.append(_place_in_history(outputs.history, node))
+    for target in targets:
+        write_json(target, node)
+        console_of(stderr=True).print(f"written: {target}", soft_wrap=True)
+
+
+def _place_in_history(folder: Path, node: "NodeReport") -> Path:
+    """Return a new path of the form HOST_20261122T183000Z.json; a number follows if there is one of this second."""
+    host = re.sub(r"[^\w.-]", "-", node.host)
+    name = f"{host}_{node.time:%Y%m%dT%H%M%SZ}"
+    number, path = 1, folder / f"{name}.json"
+    while path.exists():
+        number += 1
+        path = folder / f"{name}-{number}.json"
+    return path

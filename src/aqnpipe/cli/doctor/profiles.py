@@ -6,7 +6,7 @@ from typing import Any
 
 from aqnpipe.cli.doctor.checks import Item, Status, build_check, version_checks
 from aqnpipe.cli.doctor.slurm import SlurmPartition
-from aqnpipe.cli.front_door import device_problem, devices_of_job, shards_without_devices, whole_number
+from aqnpipe.cli.job_devices import device_problem, devices_of_job, shards_without_devices, whole_number
 from aqnpipe.cli.profile_file import read_profile_file
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study, load_study_file

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import typer
 
 from aqnpipe.artifacts.parities import Backend, CaptureIdentity
-from aqnpipe.cli.diagnose.options import check_writable
-from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, refuse_unused, validated
+from aqnpipe.cli.options import check_writable
+from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, refuse_unused, token_ids, validated
 from aqnpipe.cli.terminal import given_options
 from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.model import Attention, Dtype
@@ -52,7 +52,6 @@ def capture(
 
     `aqnpipe parity` compares two such files. They name no folders or hosts, so they can be sent to another site.
     """
-    from aqnpipe.cli.parity.tokens import token_ids
     from aqnpipe.cli.terminal import console_of
     from aqnpipe.parity.capture_file import read_capture, write_capture
 

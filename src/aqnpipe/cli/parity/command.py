@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aqnpipe.artifacts.parities import WITHIN_ROUNDING
-from aqnpipe.cli.diagnose.options import check_writable
-from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, parse_side
+from aqnpipe.cli.options import check_writable
+from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, parse_side, token_ids
 from aqnpipe.cli.terminal import given_options
 from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.model import Attention
@@ -99,7 +99,6 @@ def _check_options(context: typer.Context, captures: list[Path] | None) -> None:
 def _live(
     model: str, first: str, second: str, data: Path | None, sequences: int, tokens: int
 ) -> "tuple[Capture, Capture]":
-    from aqnpipe.cli.parity.tokens import token_ids
     from aqnpipe.parity.capture_file import seal
 
     sides, bounds = (parse_side("--first", first), parse_side("--second", second)), Bounds(200, 256)
@@ -113,7 +112,7 @@ def _live(
 def _substituted(model: str, sides: "Sides", threads: int) -> "Substitution":
     import torch
 
-    from aqnpipe.cli.diagnose.loading import find_model, load
+    from aqnpipe.cli.options import find_model, load
     from aqnpipe.parity.effects import Substitutions
     from aqnpipe.parity.identity import model_facts
 

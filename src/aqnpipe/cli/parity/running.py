@@ -1,5 +1,6 @@
-"""Makes captures from the options of the command line."""
+"""Makes captures from the options of the command line, of random token ids, the lines of a text, or ids in a file."""
 
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from aqnpipe.artifacts.parities import Backend, CaptureConfig
-from aqnpipe.cli.diagnose.loading import find_model, load
-from aqnpipe.cli.diagnose.options import usable_device
-from aqnpipe.config.base import FrozenModel, describe_validation_error
-from aqnpipe.config.model import Attention, Dtype
+from aqnpipe.cli.options import find_model, load, usable_device
+from aqnpipe.config.base import FrozenModel, describe_validation_error, key_values
+from aqnpipe.config.model import Attention, Dtype, read_model_config
 from aqnpipe.device import DeviceKind, nvidia_capability
 from aqnpipe.errors import ConfigError
 from aqnpipe.generation.vllm.batch_invariance import why_not_batch_invariant
@@ -54,16 +54,8 @@ class Bounds:
 
 def parse_side(option: str, text: str) -> Side:
     """Return the side in text such as `dtype=bfloat16,attention=sdpa`; ConfigError if it is none."""
-    settings: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, separator, value = part.partition("=")
-        if not separator or key in settings:
-            raise ConfigError(f"{option} {text!r}: found {part!r}, expected key=value pairs, each key once")
-        settings[key] = value
+    settings = key_values(option, text, Side.model_fields) if text.strip() else {}
     refuse_unused(f"{option} {text!r}", settings.get("backend"), settings)
-    unknown = sorted(settings.keys() - Side.model_fields.keys())
-    if unknown:
-        raise ConfigError(f"{option} {text!r}: found {unknown[0]}, expected {', '.join(Side.model_fields)}")
     return validated(option, settings)
 
 
@@ -149,3 +141,56 @@ def _requested_invariance(side: Side, device: DeviceKind) -> bool:
     if found and reason:
         raise ConfigError(f"{place}: found it on, expected off: {reason}")
     return found
+
+
+def token_ids(data: Path | None, folder: Path, num_sequences: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """Return at most `num_sequences` sequences of at most `num_tokens` ids for the model in `folder`.
+
+    Raises ConfigError, in one line, if the file has none.
+    """
+    if data is None:
+        return _random(folder, num_sequences, num_tokens, seed)
+    if not data.is_file():
+        raise ConfigError(f"--data {data}: found {'a folder' if data.is_dir() else 'no such file'}, expected a file")
+    try:
+        text = data.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--data {data}: cannot be read as text ({error})") from error
+    rows = _stored(data, text) if data.suffix == ".json" else _tokenised(data, text, folder, num_sequences)
+    return [ids[:num_tokens] for ids in rows[:num_sequences]]
+
+
+def _random(folder: Path, num_sequences: int, num_tokens: int, seed: int) -> list[list[int]]:
+    import torch
+
+    from aqnpipe.seeding import keyed_generator
+
+    vocabulary = read_model_config(folder).get("vocab_size")
+    if not isinstance(vocabulary, int):
+        raise ConfigError(f"{folder / 'config.json'}: no vocab_size for random token ids; expected --data FILE")
+    generator = keyed_generator("cpu", seed, "parity.tokens")
+    rows: list[list[int]] = torch.randint(vocabulary, (num_sequences, num_tokens), generator=generator).tolist()
+    return rows
+
+
+def _stored(data: Path, text: str) -> list[list[int]]:
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--data {data}: not valid JSON ({error})") from error
+    is_ids = isinstance(rows, list) and all(
+        isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in rows
+    )
+    if not is_ids or not rows:
+        raise ConfigError(f"--data {data}: expected a list of lists of token ids")
+    return rows
+
+
+def _tokenised(data: Path, text: str, folder: Path, num_sequences: int) -> list[list[int]]:
+    from aqnpipe.models.loading import load_tokenizer
+
+    lines = [line for line in text.splitlines() if line.strip()][:num_sequences]
+    if not lines:
+        raise ConfigError(f"--data {data}: found no text, expected a text in each line")
+    tokenizer = load_tokenizer(folder)
+    return [list(tokenizer(line)["input_ids"]) for line in lines]

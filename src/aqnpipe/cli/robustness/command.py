@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from aqnpipe.cli.datasets import NAMES, dataset_of
-from aqnpipe.cli.own_noise import unusable_noises
+from aqnpipe.cli.options import NAMES, dataset_of
+from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.cli.terminal import refuse_level
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import MOST_THREADS, describe_validation_error
@@ -111,8 +111,8 @@ def robustness(
         if unlike is not None:
             raise ConfigError(f"--noises: {name}.{unlike} (--attention)")
     refuse_unusable_scorer(evaluation)
-    for problem in unusable_noises(evaluation, "--noises: "):
-        raise ConfigError(problem)
+    for name, named in evaluation.noises.items():
+        refuse_unusable_errors(f"--noises: {name}", settings_of(named))
     evaluation = evaluation.planned()
     if 0.0 not in evaluation.noise_levels:
         raise ConfigError(f"--levels {levels}: expected 0 among them, to which the other levels are compared")

@@ -4,13 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scipy.stats import binom
-
-from aqnpipe.config.model import BUILTIN_MODELS, builtin_folder
-from aqnpipe.data.generated import take_problems
-from aqnpipe.data.stories import Difficulty
-from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.models.recipe import (
+from builtin_models import (
     IGNORED_LABEL,
     RECIPES,
     RecipeRecord,
@@ -22,6 +16,12 @@ from aqnpipe.models.recipe import (
     run_recipe,
     settings_of,
 )
+from scipy.stats import binom
+
+from aqnpipe.config.model import BUILTIN_MODELS, builtin_folder
+from aqnpipe.data.generated import take_problems
+from aqnpipe.data.stories import Difficulty
+from aqnpipe.models.loading import load_model, load_tokenizer
 from aqnpipe.models.tokenizer import build_tokenizer
 
 

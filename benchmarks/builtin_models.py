@@ -1,4 +1,4 @@
-"""The pre-training recipe of the built-in models: `python -m aqnpipe.models.recipe tiny --output DIR`.
+"""The pre-training recipe of the built-in models: `python benchmarks/builtin_models.py tiny --output DIR`.
 
 One thread and a fixed seed reproduce the same bytes on the same machine with the same library versions. Elsewhere
 floating-point results may differ, so the weights are part of the package. `--probe-every` measures the accuracy on the
@@ -6,19 +6,20 @@ selection pool during training; the number of steps was chosen this way. The rec
 weights (rounded to bfloat16) on fresh problems of the test pool.
 """
 
+import argparse
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-import typer
 from pydantic import Field
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from smallest import parse
 
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.config.base import FrozenModel
@@ -291,17 +292,21 @@ def store_and_measure(
     return record
 
 
-def main(
-    name: Annotated[BuiltinModel, typer.Argument(help="Which built-in model to make.")],
-    output: Annotated[Path, typer.Option(help="Folder to write the model to.")],
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps; the recipe's own if not given.")] = None,
-    problems: Annotated[int, typer.Option(min=1, help="Fresh problems for the final measurement.")] = 4000,
-    probe_every: Annotated[int, typer.Option(min=0, help="Steps between measurements on the selection pool.")] = 0,
-) -> None:
-    """Pre-train a built-in model and record its accuracy."""
+def main() -> None:
+    """Pre-train a built-in model and print its record."""
+    parser = argparse.ArgumentParser(description="Pre-train a built-in model and record its accuracy.")
+    parser.add_argument("name", choices=RECIPES, help="built-in model to make")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--steps", type=int, help="optimiser steps; default: the recipe's own")
+    parser.add_argument("--problems", type=int, default=4000, help="fresh problems for the final measurement")
+    parser.add_argument("--probe-every", type=int, default=0, help="steps between measurements on the selection pool")
+    asked = parse(parser, steps=2, problems=20)
     torch.set_num_threads(1)  # the order of summation depends on the number of threads
-    run_recipe(name, output, num_steps=steps, num_problems=problems, probe_every=probe_every)
+    record = run_recipe(
+        asked.name, asked.output, num_steps=asked.steps, num_problems=asked.problems, probe_every=asked.probe_every
+    )
+    print(record.model_dump_json(indent=2))  # noqa: T201 - the result of a script
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

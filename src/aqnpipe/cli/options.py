@@ -1,0 +1,204 @@
+"""Options that several commands have: files to write, devices, models and data sets, each checked in one line."""
+
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from aqnpipe.config.base import FrozenModel, describe_validation_error
+from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, PromptFormat
+from aqnpipe.config.model import Attention, Dtype, ModelConfig
+from aqnpipe.config.yaml_file import load_yaml
+from aqnpipe.device import DeviceKind, resolve_device, torch_device
+from aqnpipe.errors import ConfigError, DeviceError, ModelError, StorageError, first_line
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+_DEVICE = re.compile(r"(cuda|npu)(?::(\d+))?")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise StorageError unless a file can be written at `path`. No folder is made, and nothing is left behind."""
+    if path.is_dir():
+        raise StorageError(f"{option} {path}: found a folder, expected the name of a file")
+    check_folder(option, path.parent)
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raise StorageError unless `folder` exists and files can be written into it."""
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "no such folder"
+        raise StorageError(f"{option}: {folder}: found {found}, expected an existing folder")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise StorageError(f"{option}: {folder}: cannot be written ({error.strerror})") from error
+
+
+def parse_devices(option: str, text: str) -> tuple[str, ...]:
+    """Return torch's names of the devices in `text`: `all`, or a list such as `cuda:0,cuda:1` or `cpu,cpu`.
+
+    `all` means every GPU or NPU that this process sees. The CPU never stands in for them. Raises DeviceError if a
+    device is not there, ConfigError if a name is unknown or an accelerator is named twice.
+    """
+    if text.strip() == "all":
+        found = resolve_device("auto")
+        if found.kind == "cpu":
+            raise DeviceError(f"{option} all: found no GPU or NPU on this machine; `--devices cpu` tests its CPU")
+        return tuple(torch_device(found.kind, index) for index in range(found.count))
+    names = tuple(part.strip() for part in text.split(","))
+    names = tuple(f"{name}:0" if name in ("cuda", "npu") else name for name in names)
+    for name in names:
+        _check_device(option, name)
+        if name != "cpu" and names.count(name) > 1:
+            raise ConfigError(f"{option} {text}: {name} is named twice, expected once")
+    return names
+
+
+def _check_device(option: str, name: str) -> None:
+    found = _DEVICE.fullmatch(name)
+    if name != "cpu" and found is None:
+        raise ConfigError(f"{option}: found {name!r}, expected all, or a list of cuda:N, npu:N or cpu")
+    if found is not None:
+        kind: DeviceKind = "cuda" if found[1] == "cuda" else "npu"
+        count = resolve_device(kind).count
+        if int(found[2] or 0) >= count:
+            raise DeviceError(f"{option}: {name} is not there; found {kind}:0 to {kind}:{count - 1}")
+
+
+def usable_device(name: str) -> "torch.device":
+    """Return the torch device `name`; ConfigError if it cannot be used."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        # torch goes on with a list of all of its backends.
+        reason = first_line(error).split(". ")[0]
+        raise ConfigError(f"--device {name}: not usable here ({reason})") from error
+    return device
+
+
+class ModelSource(FrozenModel):
+    """Where the weights of a model come from, and how it computes. `name` is what the user called it."""
+
+    name: str
+    folder: Path
+    random_weights: bool
+    dtype: Dtype
+    attention: Attention
+
+
+def find_model(name: str, dtype: Dtype, attention: Attention, *, random_weights: bool) -> ModelSource:
+    """Return the source of a model, after a download if it has to be; ModelError if it cannot be diagnosed.
+
+    The shape of the model is created without weights, so that a model of another family is refused before they are
+    read.
+    """
+    source = ModelSource(
+        name=name,
+        folder=Path(name) if random_weights else _folder_of(name),
+        random_weights=random_weights,
+        dtype=dtype,
+        attention=attention,
+    )
+    _refuse_other_families(source)
+    return source
+
+
+def load(source: ModelSource, device: "torch.device", seed: int) -> "nn.Module":
+    """Return the model on `device`, with the weights in its folder or with random ones drawn by `seed`."""
+    from aqnpipe.models.loading import create_model, load_model
+    from aqnpipe.seeding import derive_seed
+
+    if source.random_weights:
+        weights_seed = derive_seed(seed, "diagnosis.weights")
+        return create_model(source.folder, device, dtype=source.dtype, attention=source.attention, seed=weights_seed)
+    return load_model(source.folder, dtype=source.dtype, attention=source.attention, device=device)
+
+
+def word_problems(source: ModelSource, num_prompts: int, device: "torch.device") -> "list[Tensor] | None":
+    """Return word problems as prompts [tokens]; None if the model has no tokenizer of its own or random weights."""
+    import torch
+
+    from aqnpipe.data.loader import load_problems
+    from aqnpipe.data.prompts import prompt_token_ids
+    from aqnpipe.models.loading import load_tokenizer
+
+    if source.random_weights or not (source.folder / "tokenizer.json").is_file():
+        return None
+    questions = load_problems(GeneratedDataset(num_train=num_prompts), "train")["question"].to_list()
+    rows = prompt_token_ids(questions, PromptFormat(), load_tokenizer(source.folder))
+    return [torch.tensor(ids).to(device) for ids in rows]
+
+
+def _folder_of(name: str) -> Path:
+    from aqnpipe.models.adapted import find_base, has_only_adapters
+    from aqnpipe.models.loading import source_folder
+
+    try:
+        folder = source_folder(ModelConfig.model_validate({"source": name}))
+    except ValidationError as error:
+        raise ModelError(describe_validation_error(error).split("Value error, ")[-1]) from error
+    if has_only_adapters(folder):
+        raise ModelError(
+            f"model {str(folder)!r}: a checkpoint of adapters; a diagnosis is of the machine and needs whole "
+            f"weights, expected its base {str(find_base(folder))!r}"
+        )
+    return folder
+
+
+def _refuse_other_families(source: ModelSource) -> None:
+    """Raise ModelError if the model has no decoder layers of attention and an MLP."""
+    from aqnpipe.models.layout import decoder_layers
+    from aqnpipe.models.loading import create_model
+    from aqnpipe.models.sites import layer_sites
+
+    for layer in decoder_layers(create_model(source.folder, "meta", attention=source.attention)):
+        layer_sites(layer)
+
+
+class DatasetFile(FrozenModel):
+    """Content of a file that describes a data set: the section `dataset` of a study."""
+
+    dataset: DatasetConfig
+
+
+GENERATED = ("word_problems", "comparison")
+NAMES = (
+    "word_problems, comparison (generated), gsm8k, a folder with train and test as .jsonl, .csv or .parquet, one such "
+    "file, a .yaml file with the section `dataset` of a study (columns, formats of answers), or a hub id"
+)
+
+
+def dataset_of(data: str, num_test: int | None) -> Any:
+    """Return the data set (`DatasetConfig`) that `--data` names, with its first `num_test` test questions or all.
+
+    Raises ConfigError if it is neither a known name nor of the form of a folder or hub id.
+    """
+    settings: dict[str, Any]
+    if Path(data).suffix in (".yaml", ".yml"):
+        described: Any = load_yaml(Path(data), DatasetFile).dataset
+        return described if num_test is None else described.model_copy(update={"num_test": num_test})
+    if data in GENERATED:
+        settings = {"source": "generated", "task": data}
+    elif data == "gsm8k":
+        settings = {"source": "hub", "hub_id": "openai/gsm8k"}
+    elif Path(data).exists():
+        settings = {"source": "local", "path": data}
+    elif data.startswith((".", "/")) or Path(data).suffix in (".jsonl", ".csv", ".parquet"):
+        raise ConfigError(f"--data {data}: no such file or folder, expected {NAMES}")
+    else:
+        settings = {"source": "hub", "hub_id": data}
+    if num_test is not None:
+        settings["num_test"] = num_test
+    try:
+        return TypeAdapter(DatasetConfig).validate_python(settings)
+    except ValidationError as error:
+        raise ConfigError(f"--data: found {data!r}, which is no file or folder here, expected {NAMES}") from error
