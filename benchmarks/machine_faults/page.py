@@ -156,7 +156,7 @@ def _intermittent(faults: pl.DataFrame) -> str:
     header = ("fault", "layer and operation", "called faulty")
     return (
         "## Intermittent faults\n\nA fault in one call of 1,000 rarely happens during a diagnosis; "
-        "further seeds repeat it.\n\n" + _table(header, rows)
+        "`--duration` repeats it.\n\n" + _table(header, rows)
     )
 
 
@@ -203,7 +203,7 @@ BEYOND = (
     ("faults that the host shares", "the reference runs there"),
     (
         "faults in fewer than some calls or values of a hundred",
-        "stated in the report as a probability; further seeds repeat it",
+        "stated in the report as a probability; `--duration` repeats",
     ),
     ("attention kernels other than the one that the model uses", "listed in the report"),
 )

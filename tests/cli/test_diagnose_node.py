@@ -1,4 +1,4 @@
-"""`aqnpipe diagnose` for a node: several devices, a history, a comparison, and what is refused."""
+"""`aqnpipe diagnose` for a node: several devices, repeated runs, a history, a comparison, and what is refused."""
 
 import json
 import os
@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from aqnpipe.artifacts.diagnoses import NodeReport
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.cli.diagnose import command
-from aqnpipe.cli.diagnose.worker import INTERRUPTED
 from aqnpipe.cli.main import app
 from aqnpipe.diagnosis.node_comparison import node_of
 from aqnpipe.errors import AqnpipeError
@@ -72,9 +71,23 @@ def test_a_fault_on_a_node_in_the_table_the_json_and_the_history(model, tmp_path
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_without_a_verdict(model, tmp_path):
+def test_repeated_runs_report_rates(model, tmp_path):
+    path = tmp_path / "runs.json"
+    result = aqnpipe("diagnose", model, "--duration", "5s", "--method", "exact", "--json", path)
+    assert result.exit_code == 0, result.output
+    (device,) = read_json(path, NodeReport).devices
+    runs = device.repetition.runs
+    assert len(runs) > 2
+    assert len({run.seed for run in runs}) == len(runs)
+    assert len({run.elements_per_channel for run in runs}) > 1
+    assert device.repetition.any_other_site.high == pytest.approx(1 - 0.05 ** (1 / len(runs)))
+    assert f"in 0 of {len(runs)} runs (95 %: at most" in words(result.stdout)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_the_runs_so_far(model, tmp_path):
     path = tmp_path / "interrupted.json"
-    options = ("--devices", "cpu", "--json", path, "--logs", tmp_path)
+    options = ("--devices", "cpu", "--duration", "1h", "--method", "exact", "--json", path, "--logs", tmp_path)
     process = subprocess.Popen(
         [sys.executable, "-c", "from aqnpipe.cli.main import main; main()", "diagnose", model, *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -84,17 +97,19 @@ def test_ctrl_c_ends_without_a_verdict(model, tmp_path):
     try:
         log = tmp_path / "0.cpu.log"
         deadline = time.monotonic() + 120
-        while not (log.is_file() and "loading" in log.read_text()):
+        while not (log.is_file() and "run 2" in log.read_text()):
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 4
+    assert process.returncode == 0
+    assert "interrupted; the runs above were complete" in words(output)
     (device,) = read_json(path, NodeReport).devices
-    assert (device.verdict, device.reason) == ("abstain", INTERRUPTED)
+    assert device.repetition.interrupted
+    assert len(device.repetition.runs) >= 1
 
 
 @pytest.fixture
@@ -163,6 +178,9 @@ def no_work(monkeypatch):
         (["tiny", "--devices", "cpu,"], "found '', expected all"),
         (["tiny", "--device", "cuda:1"], "--device cuda:1: not usable here"),
         (["tiny", "--device", "mps"], "from the 'MPS' backend)"),
+        (["tiny", "--duration", "2"], "--duration '2': expected a number and a unit, as in 30s, 15m or 2h"),
+        (["tiny", "--duration", "0s"], "--duration '0s'"),
+        (["tiny", "--duration", "two hours"], "--duration 'two hours'"),
         (["tiny", "--json", "{}/none/x.json"], "--json: {}/none: found no such folder, expected an existing folder"),
         (["tiny", "--json", "{}"], "--json {}: found a folder, expected the name of a file"),
         (["tiny", "--json", "{}/file/x.json"], "--json: {}/file: found a file, expected an existing folder"),

@@ -8,16 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
-from made_up_diagnoses import diagnosis, located
+from made_up_diagnoses import HARDWARE, diagnosis, located
 
 from aqnpipe.artifacts.diagnoses import worst
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.diagnose import node
 from aqnpipe.cli.diagnose.command import make_orders
-from aqnpipe.cli.diagnose.worker import INTERRUPTED
 from aqnpipe.cli.options import ModelSource
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.node_comparison import node_of
+from aqnpipe.diagnosis.repetition import INTERRUPTED, RunsOfDevice, record_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -26,7 +25,9 @@ SUPPORT = Path(__file__).parents[1] / "support"
 def pretend(monkeypatch, tmp_path_factory):
     reports = tmp_path_factory.mktemp("reports")
     for name, file in (("healthy", diagnosis()), ("fault", diagnosis(located(1)))):
-        write_json(reports / f"{name}.json", node_of(file).devices[0])
+        runs = RunsOfDevice("cpu", HARDWARE, repeated=True)
+        runs.add(file, record_of(file, DiagnosisConfig(), 64))
+        write_json(reports / f"{name}.json", runs.report())
     monkeypatch.setattr(node, "_MODULE", "pretend_worker")
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     monkeypatch.setenv("PRETENDED_REPORTS", str(reports))
@@ -35,11 +36,11 @@ def pretend(monkeypatch, tmp_path_factory):
     return temporary
 
 
-def run(act, logs=None, show_progress=lambda line: None):
+def run(act, logs=None, duration=None, show_progress=lambda line: None):
     source = ModelSource(name=act, folder=Path(), random_weights=False, dtype="float32", attention="eager")
 
     def orders(folder):
-        return make_orders(folder, source, ("cpu", "cpu"), "exact", DiagnosisConfig(), ())
+        return make_orders(folder, source, ("cpu", "cpu"), duration, "exact", DiagnosisConfig(), ())
 
     return node.diagnose_devices(orders, logs, show_progress)
 
@@ -89,23 +90,16 @@ def test_a_fault_found_before_a_crash_is_a_fault():
     assert len(first.faults) == 1
 
 
-def test_a_healthy_report_before_a_crash_is_an_error():
+def test_healthy_runs_before_a_crash_are_an_error():
     first, _ = run("healthy crash")
     assert first.verdict == "error"
-    assert first.reason.startswith("reason of healthy; then: ")
+    assert first.reason.startswith("1 runs: 1 healthy; then: ")
 
 
 def test_a_refusal_is_its_line():
     first, second = run("refuse")
     assert (first.verdict, first.reason) == ("error", "--device cuda:9: not usable here (no such device)")
     assert worst(verdicts([first, second])) == "error"
-
-
-def test_the_worst_outcome_is_the_one_that_must_not_be_hidden():
-    assert worst(["healthy", "abstain", "error", "fault"]) == "fault"
-    assert worst(["healthy", "abstain", "error"]) == "error"
-    assert worst(["healthy", "abstain"]) == "abstain"
-    assert worst(["healthy", "healthy"]) == "healthy"
 
 
 def at_work(folder, number):
@@ -115,8 +109,8 @@ def at_work(folder, number):
 def test_an_interrupt_ends_with_what_was_found(tmp_path):
     interrupt_when(lambda: at_work(tmp_path, 0) and at_work(tmp_path, 1))
     before = signal.getsignal(signal.SIGINT)
-    first, second = run("fault wait", logs=tmp_path)
-    assert (first.verdict, len(first.faults)) == ("fault", 1)
+    first, second = run("fault wait", logs=tmp_path, duration=3600.0)
+    assert (first.verdict, len(first.repetition.runs)) == ("fault", 1)
     assert second.verdict == "healthy"
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -128,10 +122,10 @@ def test_an_interrupt_before_the_first_result_is_no_verdict(tmp_path):
     assert second.verdict == "healthy"
 
 
-def test_a_process_that_a_scheduler_ended_with_this_one_keeps_its_report(tmp_path):
+def test_a_process_that_a_scheduler_ended_with_this_one_keeps_its_runs(tmp_path):
     interrupt_when(lambda: at_work(tmp_path, 0) and at_work(tmp_path, 1))
     first, _ = run("healthy deaf wait", logs=tmp_path)
-    assert (first.verdict, first.reason) == ("healthy", "reason of healthy")
+    assert (first.verdict, first.repetition.interrupted) == ("healthy", True)
 
 
 def test_an_exception_here_ends_the_processes(tmp_path):

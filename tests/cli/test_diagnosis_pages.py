@@ -21,6 +21,7 @@ REPLACED = (
     (r"--devices all", "--devices cpu"),
     (r"--devices cuda:\S+", "--devices cpu,cpu"),
     (r"--device cuda:0", "--device cpu"),
+    (r"--duration \w+", "--duration 1s"),
     (r"(?<=diagnose )(tiny|Qwen/\S+|path/to/folder)", "MODEL"),
 )
 EXPECTED = {"--fault": 3, "--compare": 3}

@@ -11,7 +11,6 @@ import pandera.polars as pa
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
-from aqnpipe.artifacts.files import Table
 from aqnpipe.artifacts.hardware import Hardware
 from aqnpipe.config.diagnosis import DiagnosisMethod
 from aqnpipe.config.noise import LayerSigmas
@@ -26,7 +25,7 @@ Outcome = Literal["healthy", "fault", "abstain", "error"]
 """The verdict on a device; error if it could not be diagnosed at all."""
 
 
-class LayerTable(Table):
+class LayerTable(pa.DataFrameModel):
     """results/srdd/<model>/<machine>/layers.parquet: one decoder layer per row, each layer run by itself.
 
     - instability: mean over prompts of std(out_i - out_0), absolute.
@@ -56,6 +55,11 @@ class LayerTable(Table):
     pile_up: float = pa.Field(ge=0)
     sensitivity: float = pa.Field(ge=0, nullable=True)
     role: str = pa.Field(isin=["healthy", "source", "sat_prop"])
+
+    class Config:
+        """No other columns are allowed."""
+
+        strict = True
 
 
 class Finding(Artifact):
@@ -293,6 +297,51 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
     return min(outcomes, key=list(EXIT_CODES).index)
 
 
+class RunRecord(Artifact):
+    """One run of repeated diagnoses: its seed and shapes, and where it found faults as (layer, site)."""
+
+    time: datetime
+    seconds: float = Field(ge=0)
+    seed: int
+    num_prompts: int
+    prompt_tokens: int = Field(description="tokens of a prompt; 0 if the prompts are text")
+    elements_per_channel: int | None
+    forward_equivalents: float = Field(ge=0)
+    verdict: Literal["healthy", "fault", "abstain"]
+    faults: tuple[tuple[int | None, str], ...]
+    temperature_celsius: float | None = None
+
+
+class Rate(Artifact):
+    """A share of the runs, with its exact 95 % interval (Clopper-Pearson); one-sided if it was never seen."""
+
+    seen: int = Field(ge=0)
+    runs: int = Field(ge=1)
+    rate: float = Field(ge=0, le=1)
+    low: float = Field(ge=0, le=1)
+    high: float = Field(ge=0, le=1)
+
+
+class SiteRate(Artifact):
+    """How often runs found a fault at one site; layer and scope as in `LocatedFault`."""
+
+    layer: int | None
+    scope: Literal["layer", "device", "model"]
+    site: str
+    type: str
+    rate: Rate
+
+
+class Repetition(Artifact):
+    """Result of repeated runs. `any_other_site` bounds the rate of faults at a site at which no run found one."""
+
+    faulty: Rate
+    sites: tuple[SiteRate, ...]
+    any_other_site: Rate
+    interrupted: bool
+    runs: tuple[RunRecord, ...]
+
+
 class DeviceReport(Artifact):
     """One device of a node: its identity, the verdict with its reason, and the parts that were not tested."""
 
@@ -301,15 +350,16 @@ class DeviceReport(Artifact):
     verdict: Outcome
     reason: str
     faults: tuple[LocatedFault, ...] = ()
-    untested: tuple[Untested, ...] = ()
+    untested: tuple[Untested, ...] = Field(default=(), description="what no run tested")
     forward_equivalents: float = Field(default=0.0, ge=0)
     seconds: float = Field(default=0.0, ge=0)
     temperature_after_celsius: float | None = None
+    repetition: Repetition | None = Field(default=None, description="null unless the runs were repeated")
     log: str | None = Field(default=None, description="null if the log was not kept")
 
 
 class NodeReport(Artifact):
-    """Output of `aqnpipe diagnose` for several devices (--devices) or a history."""
+    """Output of `aqnpipe diagnose` for several devices (--devices), repeated runs (--duration) or a history."""
 
     time: datetime = Field(description="start, UTC")
     host: str

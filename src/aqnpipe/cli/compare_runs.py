@@ -32,7 +32,7 @@ def compare_runs(
     Exit code 0: no difference beyond that between seeds; 3: a difference beyond it; 2: the runs cannot be compared.
     """
     from aqnpipe.artifacts.files import write_json
-    from aqnpipe.cli.diagnose.options import check_writable
+    from aqnpipe.cli.options import check_writable
     from aqnpipe.comparison import training_runs
 
     if not 0 < alpha < 1:

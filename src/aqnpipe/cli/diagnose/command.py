@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from aqnpipe.cli.diagnose.worker import Order
 
 _FLEET = "For several devices"
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,10 @@ def diagnose(
             rich_help_panel=_FLEET,
         ),
     ] = None,
+    duration: Annotated[
+        str | None,
+        typer.Option(help="repeat with new seeds and shapes for 30s, 15m or 2h", rich_help_panel=_FLEET),
+    ] = None,
     history: Annotated[
         Path | None,
         typer.Option(help="existing folder: add the report under host and time", rich_help_panel=_FLEET),
@@ -121,13 +126,23 @@ def diagnose(
     faults = tuple(parse_fault(spec) for spec in fault or ())
     outputs = Outputs(json=json, history=history, logs=logs)
     outputs.check()
-    if given & {"devices", "history", "logs"}:
+    if given & {"devices", "duration", "history", "logs"}:
         names = parse_devices("--devices", devices) if devices is not None else parse_devices("--device", device)
+        seconds = None if duration is None else parse_duration(duration)
         source = find_model(model, dtype, attention, random_weights=random_weights)
-        _leave(diagnose_node(source, names, method, config, faults, outputs).verdict)
+        _leave(diagnose_node(source, names, seconds, method, config, faults, outputs).verdict)
     target = usable_device(device)
     source = find_model(model, dtype, attention, random_weights=random_weights)
     _leave(diagnose_here(source, target, method, config, faults, json).verdict)
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a duration such as 30s, 15m, 2h or 1d; ConfigError if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    if not seconds:
+        raise ConfigError(f"--duration {text!r}: expected a number and a unit, as in 30s, 15m or 2h")
+    return seconds
 
 
 def _leave(verdict: "Outcome") -> NoReturn:
@@ -189,6 +204,7 @@ def diagnose_here(
 def diagnose_node(
     source: ModelSource,
     devices: Sequence[str],
+    duration_seconds: float | None,
     method: DiagnosisMethod,
     config: DiagnosisConfig,
     faults: tuple[Fault, ...],
@@ -202,7 +218,7 @@ def diagnose_node(
     from aqnpipe.cli.terminal import console_of
 
     def orders(folder: Path) -> "list[Order]":
-        return make_orders(folder, source, devices, method, config, faults)
+        return make_orders(folder, source, devices, duration_seconds, method, config, faults)
 
     started, clock = datetime.now(UTC), time.monotonic()
     with console_of(stderr=True).status("starting") as status:
@@ -246,6 +262,7 @@ def make_orders(
     folder: Path,
     source: ModelSource,
     devices: Sequence[str],
+    duration_seconds: float | None,
     method: DiagnosisMethod,
     config: DiagnosisConfig,
     faults: tuple[Fault, ...],
@@ -260,6 +277,7 @@ def make_orders(
             method=method,
             config=config,
             faults=faults,
+            duration_seconds=duration_seconds,
             report=folder / f"{number}.json",
             parent=os.getpid(),
         )

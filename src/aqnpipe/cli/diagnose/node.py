@@ -17,7 +17,8 @@ from types import FrameType
 
 from aqnpipe.artifacts.diagnoses import DeviceReport, Outcome
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.cli.diagnose.worker import INTERRUPTED, Order
+from aqnpipe.cli.diagnose.worker import Order
+from aqnpipe.diagnosis.repetition import INTERRUPTED
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 _MODULE = "aqnpipe.cli.diagnose.worker"
@@ -62,7 +63,7 @@ class Worker:
         code = self._process.wait()
         found = read_json(self.order.report, DeviceReport) if self.order.report.is_file() else None
         if interrupted and code < 0:
-            return found or self._without_report("abstain", INTERRUPTED)
+            return _as_interrupted(found) if found else self._without_report("abstain", INTERRUPTED)
         if code == 0 and found is not None:
             return found
         reason = self._last_words(code)
@@ -140,3 +141,8 @@ def _passed_on(workers: Sequence[Worker]) -> Iterator[list[int]]:
         yield came
     finally:
         _restore()
+
+
+def _as_interrupted(report: DeviceReport) -> DeviceReport:
+    runs = report.repetition.model_copy(update={"interrupted": True}) if report.repetition else None
+    return report.model_copy(update={"repetition": runs})

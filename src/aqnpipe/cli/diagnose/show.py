@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         LayerMetrics,
         LocatedFault,
         NodeReport,
+        Rate,
+        SiteRate,
     )
     from aqnpipe.diagnosis.node_comparison import Comparison
 
@@ -38,14 +40,14 @@ def show_diagnosis(file: "DiagnosisFile") -> None:
 
 
 def show_node(report: "NodeReport") -> None:
-    """Print a table of devices, then what is wrong with each."""
+    """Print a table of devices, then what is wrong with each and how often."""
     console = console_of(stderr=False)
     healthy = sum(device.verdict == "healthy" for device in report.devices)
     console.print(
         Text(report.verdict.upper(), _STYLES[report.verdict]),
         f"{report.host}: {healthy} of {len(report.devices)} devices healthy; {report.model}, {report.dtype}",
     )
-    devices = table_of("Devices", left=("device", "name", "verdict"), right=("faults", "°C", "s"))
+    devices = table_of("Devices", left=("device", "name", "verdict"), right=("runs", "faults", "°C", "s"))
     for device in report.devices:
         devices.add_row(*_device_cells(device))
     console.print(devices)
@@ -116,8 +118,20 @@ def _show_device(console: Console, device: "DeviceReport") -> None:
     if device.verdict != "healthy":
         console.print(Text(f"{device.device}: {device.reason}"))
     show_faults(console, device.faults)
+    for site in device.repetition.sites if device.repetition else ():
+        console.print(f"{device.device}: {_where(site)}: {_rate(site.rate)}")
+    if device.repetition:
+        elsewhere = "elsewhere" if device.repetition.sites else "at any site"
+        console.print(f"{device.device}: faults {elsewhere}: {_rate(device.repetition.any_other_site)}")
+    if device.repetition and device.repetition.interrupted:
+        console.print(f"{device.device}: interrupted; the runs above were complete")
     if device.log is not None:
         console.print(Text(f"{device.device}: log {device.log}"), soft_wrap=True)
+
+
+def _rate(rate: "Rate") -> str:
+    bound = f"at most {rate.high:.2g}" if not rate.seen else f"{rate.low:.2g} to {rate.high:.2g}"
+    return f"in {rate.seen} of {rate.runs} runs (95 %: {bound})"
 
 
 def _place(fault: "LocatedFault") -> str:
@@ -125,7 +139,7 @@ def _place(fault: "LocatedFault") -> str:
     return str(fault.layer) if fault.layer is not None else {"device": "device"}.get(fault.scope, "")
 
 
-def _where(fault: "LocatedFault") -> str:
+def _where(fault: "LocatedFault | SiteRate") -> str:
     if fault.layer is not None:
         return f"layer {fault.layer}, {fault.site}"
     return f"whole device, {fault.site}" if fault.scope == "device" else fault.site
@@ -149,6 +163,7 @@ def _device_cells(device: "DeviceReport") -> list[str]:
         device.device,
         device.hardware.name if device.hardware else "?",
         device.verdict,
+        str(len(device.repetition.runs)) if device.repetition else "",
         str(len(device.faults)),
         "" if celsius is None else f"{celsius:.0f}",
         f"{device.seconds:.0f}",

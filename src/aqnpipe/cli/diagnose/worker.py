@@ -1,16 +1,18 @@
 """The process that diagnoses one device of a node: `python -m aqnpipe.cli.diagnose.worker ORDER.json`.
 
-SIGINT ends the work between two layers: the weights are restored, and the report says that there is no verdict.
+The report is written after every run, so that a process that dies leaves what it found. SIGINT ends the work between
+two layers: the weights are restored and completed runs are reported.
 """
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from aqnpipe.artifacts.diagnoses import DeviceReport
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.options import ModelSource, load, usable_device, word_problems
 from aqnpipe.config.base import FrozenModel
@@ -18,24 +20,30 @@ from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.noise import Fault
 from aqnpipe.errors import AqnpipeError
 
-INTERRUPTED = "interrupted before the diagnosis was complete"
-"""Reason for no verdict on a device."""
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from aqnpipe.diagnosis.repetition import RunsOfDevice
+
+_SECONDS_BETWEEN_TEMPERATURES = 30.0
 
 
 class Order(FrozenModel):
-    """Work of one process: a device, a model and its diagnosis, into a file."""
+    """Work of one process: a device, a model and its diagnosis, once or for a duration, into a file."""
 
     device: str
     model: ModelSource
     method: DiagnosisMethod
     config: DiagnosisConfig
     faults: tuple[Fault, ...]
+    duration_seconds: float | None = Field(gt=0)
     report: Path
     parent: int = Field(description="process that waits for the report; the work ends with it")
 
 
 class StopRequestedError(Exception):
-    """The work is to end before the diagnosis is complete."""
+    """The work is to end before the run in progress is complete."""
 
 
 class Stop:
@@ -73,33 +81,64 @@ def main() -> None:
 def _diagnose(order: Order, stop: Stop) -> None:
     import torch
 
-    from aqnpipe.artifacts.hardware import read_hardware, read_temperature
-    from aqnpipe.diagnosis.api import diagnose
-    from aqnpipe.diagnosis.node_comparison import node_of
+    from aqnpipe.artifacts.hardware import read_hardware
+    from aqnpipe.diagnosis.repetition import RunsOfDevice
 
     device = usable_device(order.device)
     torch.set_num_threads(order.config.threads)
-    hardware = read_hardware(device)
+    runs = RunsOfDevice(order.device, read_hardware(device), repeated=order.duration_seconds is not None)
     try:
-        stop.check(f"loading {order.model.name} on {order.device} ({hardware.name})")
-        file = diagnose(
-            load(order.model, device, order.config.seed),
-            method=order.method,
-            prompt_ids=word_problems(order.model, order.config.num_prompts, device),
-            faults=order.faults,
-            name=order.model.name,
-            weights=None if order.model.random_weights else order.model.folder,
-            show_progress=stop.check,
-            **order.config.model_dump(),
-        )
+        stop.check(f"loading {order.model.name} on {order.device} ({runs.hardware.name})")
+        _repeat(order, load(order.model, device, order.config.seed), runs, stop)
     except StopRequestedError:
-        stopped = DeviceReport(device=order.device, hardware=hardware, verdict="abstain", reason=INTERRUPTED)
-        write_json(order.report, stopped)
-        return
+        write_json(order.report, runs.report(interrupted=True))
+
+
+def _repeat(order: Order, model: "nn.Module", runs: "RunsOfDevice", stop: Stop) -> None:
+    """Diagnose once, or until the duration is over; write the report after every run."""
+    thermometer = Thermometer(next(model.parameters()).device)
+    end = time.monotonic() + (order.duration_seconds or 0.0)
+    while not runs.count or time.monotonic() < end:
+        stop.check(f"run {runs.count + 1}")
+        _run(order, model, runs, thermometer, stop)
+        write_json(order.report, runs.report())
+
+
+def _run(order: Order, model: "nn.Module", runs: "RunsOfDevice", thermometer: "Thermometer", stop: Stop) -> None:
+    from aqnpipe.diagnosis.api import diagnose, random_prompts
+    from aqnpipe.diagnosis.repetition import config_of_run, prompt_tokens_of_run, record_of
+
+    config, length = config_of_run(order.config, runs.count), prompt_tokens_of_run(runs.count)
+    text = None if runs.count else word_problems(order.model, config.num_prompts, next(model.parameters()).device)
+    file = diagnose(
+        model,
+        method=order.method,
+        prompt_ids=text or random_prompts(model, config, length),
+        faults=order.faults,
+        name=order.model.name,
+        weights=None if order.model.random_weights else order.model.folder,
+        show_progress=stop.check,
+        **config.model_dump(),
+    )
     print(f"{file.verdict}: {file.reason}", flush=True)  # noqa: T201 - goes to the log file
-    (report,) = node_of(file).devices
-    own = {"device": order.device, "hardware": hardware, "temperature_after_celsius": read_temperature(device)}
-    write_json(order.report, report.model_copy(update=own))
+    runs.add(file, record_of(file, config, 0 if text else length, thermometer.read()))
+
+
+class Thermometer:
+    """Reads the temperature of a device, but not more often than every half minute: vendors' tools are slow."""
+
+    def __init__(self, device: "torch.device") -> None:
+        self._device = device
+        self._read_at = float("-inf")
+        self._celsius: float | None = None
+
+    def read(self) -> float | None:
+        """Return the temperature now, or what it was less than half a minute ago; None if it is not known."""
+        from aqnpipe.artifacts.hardware import read_temperature
+
+        if time.monotonic() - self._read_at >= _SECONDS_BETWEEN_TEMPERATURES:
+            self._celsius, self._read_at = read_temperature(self._device), time.monotonic()
+        return self._celsius
 
 
 if __name__ == "__main__":
