@@ -77,6 +77,8 @@ def _set(config, path, value):
         (["sedds"], [0], r"study\.yaml: sedds: unknown key"),
         (["training", "learning_rat"], 1, r"study\.yaml: training\.learning_rat: unknown key"),
         (["training", "learning_rate"], "fast", r"training\.learning_rate: found 'fast', expected a number"),
+        (["training"], None, r"study\.yaml: training: found null, expected a mapping of keys"),
+        (["machines"], {}, r"study\.yaml: machines: found {}, expected at least 1 entries"),
         (["training", "micro_batch_size"], 50, r"training: .*micro_batch_size 50 must divide .* = 128"),
         (["seeds"], [0, 0], r"seeds must not repeat"),
         (["arms"], ["baseline", "E99"], r"study\.yaml: arms: unknown arm 'E99' \(did you mean E9\w*\?\)"),

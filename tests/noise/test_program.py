@@ -108,6 +108,7 @@ def test_a_program_without_torch_is_refused(command_line):
         (["--noise", "1.5"], "--noise: found 1.5, expected below 1; did you mean 0.015?"),
         (["--error", "kind=nothing"], "kind"),
         (["--error", "kind=relative_gaussian,scale=x"], "scale"),
+        (["--error", "relative_gaussian"], "found 'relative_gaussian', expected comma-separated key=value pairs"),
         (["--noise", "0.05", "--operators", "some"], "operators: found 'some', expected 'matmul' or 'all'"),
         (["--fault", "type=dead_zone,layer=1,magnitude=2"], "faults.0.magnitude"),
         (
