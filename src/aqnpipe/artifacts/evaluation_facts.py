@@ -6,6 +6,7 @@ The evaluate stage compares them with the study before it writes anything; the c
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import combinations
+from operator import itemgetter
 from typing import Any
 
 import polars as pl
@@ -18,6 +19,7 @@ _DIGITS = 8
 """Hexadecimal digits of the digest of a row: for one row in four thousand million, a change goes unseen."""
 
 _OF_A_ROW = ("question_id", "sample", "response", "response_tokens", "finish_reason")
+_BY_SAMPLE = itemgetter(_OF_A_ROW.index("sample"), _OF_A_ROW.index("question_id"))
 
 
 class PassFacts(Artifact):
@@ -91,13 +93,14 @@ class EvaluationFacts(Artifact):
     def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
         """Yield the passes whose rows in the table are not the responses that the facts are about."""
         of_passes: dict[tuple[float, int], list[tuple[Any, ...]]] = defaultdict(list)
-        ordered = rows.sort("sample", "question_id", maintain_order=True).select(
-            "noise_level", "noise_seed", *_OF_A_ROW
+        passes, responses = (
+            zip(*(rows[name].to_list() for name in names), strict=True)
+            for names in (("noise_level", "noise_seed"), _OF_A_ROW)
         )
-        for level, seed, *row in ordered.iter_rows():
-            of_passes[level, seed].append(tuple(row))
+        for key, response in zip(passes, responses, strict=True):
+            of_passes[key].append(response)
         for facts in self.passes:
-            mine = of_passes[facts.noise_level, facts.noise_seed]
+            mine = sorted(of_passes[facts.noise_level, facts.noise_seed], key=_BY_SAMPLE)
             digests = [row_digest(*row) for row in mine]
             if "".join(digests) == facts.rows:
                 continue

@@ -41,12 +41,9 @@ def paired_counts(treatment: BoolArray, control: BoolArray) -> PairedCounts:
         raise ValueError(
             f"need two equally long, non-empty vectors, found shapes {treatment.shape} and {control.shape}"
         )
-    return PairedCounts(
-        both_correct=int(np.sum(treatment & control)),
-        only_treatment=int(np.sum(treatment & ~control)),
-        only_control=int(np.sum(~treatment & control)),
-        neither=int(np.sum(~treatment & ~control)),
-    )
+    both, only_treatment = np.count_nonzero(treatment & control), np.count_nonzero(treatment & ~control)
+    only_control = np.count_nonzero(control) - both
+    return PairedCounts(both, only_treatment, only_control, treatment.size - both - only_treatment - only_control)
 
 
 def score_p(counts: PairedCounts) -> float:
