@@ -323,7 +323,6 @@ def test_robustness_of_every_arm(artifacts, run, tmp_path):
     by_level = dict(shown.iter_rows())
     assert row["accuracy_lowest_level"] == pytest.approx(by_level[0.0])
     assert row["slope"] == pytest.approx(by_level[0.1] - by_level[0.0])
-    assert row["joint_p"] < 0.01
     assert row["problem"] is None
     assert table.filter(pl.col("arm") == "pretrained")["num_seeds"].item() == 1
 
