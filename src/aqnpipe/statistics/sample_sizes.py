@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -219,9 +218,8 @@ def _smallest(
     needed, margin = -float(special.ndtri(tail)), float(special.ndtri(power))
     low, high = ends[0] - 1, ends[1] + 1
     wanted, last = needed + margin, (0.0, -margin)
-    for tried in count():
-        if high - low <= 1:
-            return None if high > ends[1] else high
+    tried = 0
+    while high - low > 1:
         left = (distance / wanted) ** 2 - variance[0] if wanted > 0 else math.inf
         # In case that the line misleads, steps get larger, up to half of what is left.
         away = min(max(2 ** (tried - _TRIED_BY_SECANT), 1), (high - low) // 2)
@@ -233,4 +231,5 @@ def _smallest(
         score = -float(special.ndtri(min(max(level, _SMALLEST_LEVEL), 0.5)))
         slope = (score - last[1]) / (place - last[0]) if place != last[0] else 0.0
         wanted = place + (needed - score) / slope if slope > 0 else math.inf
-        last = place, score
+        last, tried = (place, score), tried + 1
+    return None if high > ends[1] else high
