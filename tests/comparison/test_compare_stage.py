@@ -464,6 +464,37 @@ def test_clusters_are_the_unit_of_every_test_and_interval(synthetic, artifacts, 
     assert "all questions are in one cluster" in reason(claims, "E5b-vs-E5@0")
 
 
+def test_noise_that_a_batch_shares_is_noticed_unless_batches_are_the_unit(synthetic, artifacts, run, tmp_path):
+    """In every second batch of ten questions E5b is right in the first noise draw, and wrong in the second."""
+    claims = [synthetic.arms("E5b", "E5"), synthetic.arms("E5b", "E5", noise_level=0.1)]
+    study = changed(artifacts, comparisons=claims)
+    number = pl.col("question_id").str.extract(r"(\d+)$").cast(pl.Int64) // 10
+
+    def warned(study):
+        return [
+            any(one.key == "claim.batches" for one in claim.statements)
+            for claim in run(study, artifacts.evaluations)[2].claims
+        ]
+
+    for source in artifacts.evaluations:
+        rewrite_rows(source, lambda rows: rows.with_columns(batch=number))
+    assert warned(study) == [False, False]
+    shared = pl.when(number % 2 == 0).then(pl.col("noise_seed") == 0).otherwise(pl.col("correct_strict"))
+    for source in artifacts.evaluations:
+        if source.arm == "E5b":
+            rewrite_rows(source, lambda rows: rows.with_columns(correct_strict=shared))
+    assert warned(study) == [True, True]
+    as_unit = changed(artifacts, comparisons=claims, statistics={"unit": "batch"})
+    assert warned(as_unit) == [False, False]
+    _, compared, _ = run(as_unit, artifacts.evaluations)
+    assert [method.split()[-1] for method in compared["method"]] == ["clusters"] * 2
+    for source in artifacts.evaluations[:1]:
+        rewrite_rows(source, lambda rows: rows.with_columns(batch=pl.lit(None, pl.Int64)))
+    assert warned(study) == [True, True]
+    with pytest.raises(DataError, match=r"statistics.unit is batch, expected questions without clusters whose batches"):
+        run(as_unit, artifacts.evaluations)
+
+
 def test_tables_by_seed_are_of_the_claimed_quantity(artifacts, run, synthetic):
     """A degradation is a change: what noise costs one side less what it costs the other, over all noise draws."""
     study = changed(artifacts, comparisons=[synthetic.degradation("E5", "baseline")])

@@ -16,7 +16,7 @@ from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import NUMBER_SCORERS, SCORERS
-from aqnpipe.statistics.clusters import Clusters
+from aqnpipe.statistics.clusters import Batches, Clusters
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
 from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance, distinct_runs
 
@@ -43,10 +43,12 @@ class Side:
 class _SideScores:
     """Scores [seed, question] of a side, averaged over samples and noise seeds, and their mean, also by other scorers.
 
-    `by_scorer`: of those of numbers, if the primary one is of numbers.
+    `draws`: [noise seed, question], averaged over seeds. `by_scorer`: of those of numbers, if the primary one is of
+    numbers.
     """
 
     correct: FloatArray
+    draws: FloatArray
     accuracy: float
     by_scorer: Mapping[str, float]
 
@@ -68,7 +70,8 @@ class Scores:
     levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
     model; None with a single seed. `seeds`: of the rows. `bound`: no difference is larger. `by_scorer`: the same
     difference by the other scorers of numbers, if the primary one is of numbers. `clusters`: of the questions; None:
-    each is its own.
+    each is its own. `draws`: differences [noise draw, question], averaged over seeds. `batches`: of the questions;
+    None: not known, or they are the clusters.
     """
 
     treatment: FloatArray
@@ -80,6 +83,8 @@ class Scores:
     bound: float = 1.0
     by_scorer: Mapping[str, float] = field(default_factory=dict)
     clusters: Clusters | None = None
+    draws: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
+    batches: Batches | None = None
 
     def estimate(self) -> Estimate:
         """Return the mean difference and what its tests need."""
@@ -225,13 +230,14 @@ class Contrasts:
         number = len(pairs)
         treated = self._at(treatment, number)
         untreated = self._at(control, 1 if control.arm == PRETRAINED and treatment.arm != PRETRAINED else number)
-        ours, theirs = treated.correct, untreated.correct
+        ours, theirs, draws = treated.correct, untreated.correct, treated.draws - untreated.draws
         by_scorer = {name: treated.by_scorer[name] - untreated.by_scorer[name] for name in treated.by_scorer}
         is_degradation = comparison.kind == "degradation"
         if is_degradation:
             first = self._at(replace(treatment, noise_level=0.0), len(ours))
             second = self._at(replace(control, noise_level=0.0), len(theirs))
             ours, theirs = ours - first.correct, theirs - second.correct
+            draws = draws - (first.draws - second.draws)
             by_scorer = {
                 name: difference - (first.by_scorer[name] - second.by_scorer[name])
                 for name, difference in by_scorer.items()
@@ -246,15 +252,21 @@ class Contrasts:
             bound=2.0 if is_degradation else 1.0,
             by_scorer=by_scorer,
             clusters=pairs[0][0].levels[treatment.noise_level].clusters,
+            draws=draws,
+            batches=pairs[0][0].levels[treatment.noise_level].batches,
         )
 
     def _side_scores(self, side: Side, number: int) -> _SideScores:
         """Return the scores of `number` runs of a side."""
         runs, level = self._runs(side, number), side.noise_level
         primary = self._study.config.evaluation.primary_scorer
-        correct = np.stack([run.levels[level].correct.mean(axis=0) for run in runs])
+        if len({run.levels[level].noise_seeds for run in runs}) > 1:
+            raise RefusedError("noise_seeds", f"{side.arm}: seeds were evaluated with different noise seeds")
+        scores = np.stack([run.levels[level].correct for run in runs])
+        correct = scores.mean(axis=1)
         return _SideScores(
             correct,
+            scores.mean(axis=0),
             float(correct.mean()),
             {
                 scorer: float(np.mean([run.accuracy_at[level][f"accuracy_{scorer}"] for run in runs]))

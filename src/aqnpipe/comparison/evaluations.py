@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import numbered_together, read_json, read_table, read_unchecked_table, validate_tables
 from aqnpipe.artifacts.runs import RunRecord, record_problems
+from aqnpipe.config.analysis import TestedUnit
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
-from aqnpipe.statistics.clusters import Clusters
+from aqnpipe.statistics.clusters import Batches, Clusters
 
 PASS_KEYS = ["question_id", "noise_level", "noise_seed"]
 ROW_KEYS = [*PASS_KEYS, "sample"]
@@ -56,7 +57,8 @@ class LevelScores:
     """Correctness at one noise level: correct[noise seed, question], the share of right samples; question ids sorted.
 
     `same_responses_as`: a lower level at which every response is the same, in every noise seed; None: there is no such
-    level. `clusters`: of the questions; None: each is its own.
+    level. `clusters`: of the questions; None: each is its own. `batches`: in which they were decoded; None: not known,
+    or they are the clusters.
     """
 
     question_ids: tuple[str, ...]
@@ -65,6 +67,7 @@ class LevelScores:
     correct: npt.NDArray[np.float64]
     same_responses_as: float | None
     clusters: Clusters | None = None
+    batches: Batches | None = None
 
     @cached_property
     def mean(self) -> float:
@@ -98,12 +101,15 @@ class LoadedEvaluation:
 
 
 def load_evaluations(
-    sources: Iterable[EvaluationInput], scorer: str, alpha: float
+    sources: Iterable[EvaluationInput], scorer: str, alpha: float, unit: TestedUnit = "question"
 ) -> dict[tuple[str, str, int, int], LoadedEvaluation]:
-    """Read evaluations by (model role, arm, seed, step); DataError where a file is missing or malformed."""
+    """Read evaluations by (model role, arm, seed, step); DataError where a file is missing, malformed or not in units.
+
+    unit: batch makes the batches of questions their clusters.
+    """
     listed = list(sources)
     parts = (listed[start : start + _TOGETHER] for start in range(0, len(listed), _TOGETHER))
-    found = (evaluation for part in parts for evaluation in _load_together(part, scorer_column(scorer), alpha))
+    found = (evaluation for part in parts for evaluation in _load_together(part, scorer_column(scorer), alpha, unit))
     return {(one.source.model, one.source.arm, one.source.seed, one.source.step): one for one in found}
 
 
@@ -116,9 +122,14 @@ def load_evaluation(source: EvaluationInput, scorer: str, alpha: float) -> Loade
     return found
 
 
-def _load_together(sources: Sequence[EvaluationInput], scorer: str, alpha: float) -> Iterator[LoadedEvaluation]:
+def _load_together(
+    sources: Sequence[EvaluationInput], scorer: str, alpha: float, unit: TestedUnit = "question"
+) -> Iterator[LoadedEvaluation]:
     """Yield evaluations whose tables are validated and summed up together, in an eighth of the time."""
     tables = _read_tables([source.table for source in sources])
+    if unit == "batch":
+        read = zip(sources, tables, strict=True)
+        tables = [(_with_batches_as_clusters(source.table, rows), problems) for source, (rows, problems) in read]
     schemas = [tuple(rows.schema.items()) for rows, _ in tables]
     for schema in dict.fromkeys(schemas):
         alike = [number for number, found in enumerate(schemas) if found == schema]
@@ -280,6 +291,15 @@ def _read_rows(path: Path) -> tuple[pl.DataFrame, list[str]]:
     return unique, [f"{len(rows) - len(unique)} rows repeat a question within a pass"]
 
 
+def _with_batches_as_clusters(path: Path, rows: pl.DataFrame) -> pl.DataFrame:
+    if "batch" not in rows.columns or rows["batch"].null_count() or "cluster" in rows.columns:
+        raise DataError(
+            f"{path}: statistics.unit is batch, expected questions without clusters whose batches are known: not of "
+            "vLLM, of lm-evaluation-harness or of an earlier version"
+        )
+    return rows.rename({"batch": "cluster"}).cast({"cluster": pl.String})
+
+
 def _levels(rows: pl.DataFrame, scorer: str, num_tables: int) -> list[dict[float, LevelScores]]:
     """Split the rows of each table by noise level.
 
@@ -292,7 +312,7 @@ def _levels(rows: pl.DataFrame, scorer: str, num_tables: int) -> list[dict[float
             pl.len().alias("samples"),
             pl.col("sample").hash(seed=0).bitwise_xor().alias("sample_digest"),
             pl.col(f"correct_{scorer}").mean().alias("correct"),
-            *([pl.col("cluster").first()] if "cluster" in rows.columns else []),
+            *(pl.col(name).first() for name in ("cluster", "batch") if name in rows.columns),
         )
         .sort(_FILE, "noise_level", "noise_seed", "question_id")
         .with_columns(pl.col("question_id").cast(pl.Categorical).to_physical().alias("code"))
@@ -322,6 +342,7 @@ def _level_scores(answers: pl.DataFrame, names: dict[bytes, tuple[str, ...]], tw
     if whole and key not in names:
         names[key] = tuple(answers["question_id"][:number].to_list())
     has_clusters = whole and "cluster" in answers.columns
+    has_batches = whole and "batch" in answers.columns and answers["batch"].null_count() == 0
     return LevelScores(
         question_ids=names[key] if whole else (),
         noise_seeds=tuple(seeds.tolist()),
@@ -329,7 +350,14 @@ def _level_scores(answers: pl.DataFrame, names: dict[bytes, tuple[str, ...]], tw
         correct=(answers["correct"].to_numpy() if whole else np.empty(0)).reshape(len(seeds), -1),
         same_responses_as=twin,
         clusters=Clusters.of(answers["cluster"][:number].to_list()) if has_clusters else None,
+        batches=_batches(answers["batch"][:number].to_numpy().tobytes()) if has_batches else None,
     )
+
+
+@lru_cache(maxsize=64)
+def _batches(numbers: bytes) -> Batches:
+    """Return the batches of questions, which the levels and runs of a study share."""
+    return Batches(np.frombuffer(numbers, dtype=np.int64))
 
 
 def _identical_levels(rows: pl.DataFrame, num_tables: int) -> list[dict[float, float]]:

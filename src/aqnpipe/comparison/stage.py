@@ -133,7 +133,7 @@ def compare(
     reason. Raises DataError if a file is malformed.
     """
     settings = study.config.statistics
-    loaded = load_evaluations(evaluations, study.config.evaluation.primary_scorer, settings.alpha)
+    loaded = load_evaluations(evaluations, study.config.evaluation.primary_scorer, settings.alpha, settings.unit)
     contrasts = Contrasts(study, loaded)
     decided = last_looks(study, looks)
     compared_pairs = contrasts_at_looks(study, loaded, looks) or contrasts.of_all(study.comparisons())
