@@ -32,7 +32,7 @@ MOVED = (("fault_loss/", "loss_study/"), ("audit.json", "published.json"))
 """Parts of paths that were renamed."""
 
 _DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
-_PROSE = frozenset({"method", "joint_method", "problem", "reason", "reasons", "evidence", "date"})
+_PROSE = frozenset({"method", "problem", "reason", "reasons", "evidence", "date"})
 """Columns and keys that hold words, in either version."""
 
 

@@ -88,6 +88,7 @@ def write_evaluation(
     table = pl.DataFrame(
         {
             "question_id": [f"q{index:05d}" for index in range(num_questions)] * len(LEVELS),
+            "batch": np.tile(np.arange(num_questions) // 50, len(LEVELS)),
             "noise_level": np.repeat(LEVELS, num_questions),
             "noise_seed": np.zeros(number, dtype=np.int64),
             "sample": np.zeros(number, dtype=np.int64),

@@ -104,6 +104,18 @@ def test_clean_responses_do_not_depend_on_the_batch_size(tmp_path, model_dir, pr
     assert responses(singly, 0.0, 0) == responses(all_at_once, 0.0, 0)
 
 
+def test_the_batch_of_every_question_is_in_the_table(tmp_path, model_dir, problems):
+    """Prompts grow with the number of the question: batches of 3 in this order, in every pass."""
+    table = run(tmp_path, model_dir, problems)
+    for part in table.partition_by("noise_level", "noise_seed"):
+        assert part.sort("question_id")["batch"].to_list() == [index // 3 for index in range(NUM_QUESTIONS)]
+
+
+def test_an_engine_that_makes_its_own_batches_has_none_in_the_table(tmp_path, model_dir, problems, monkeypatch):
+    monkeypatch.setattr("aqnpipe.evaluation.stage.MAKES_OWN_BATCHES", ("transformers",))
+    assert run(tmp_path, model_dir, problems, noise_levels=(0.0,))["batch"].to_list() == [None] * NUM_QUESTIONS
+
+
 def test_the_subset_is_the_first_questions(tmp_path, model_dir, problems):
     table = run(tmp_path, model_dir, problems, num_questions=2, noise_levels=(0.0,))
     assert table["question_id"].to_list() == ["test-0", "test-1"]

@@ -64,6 +64,7 @@ def test_every_pass_of_a_task_has_grades_and_a_receipt(tmp_path, tasks, name):
     table = read_table(outputs.table, EvaluationTable)
     counts = table.group_by("noise_level").len().sort("noise_level").rows()
     assert counts == [(0.0, NUM_QUESTIONS), (0.3, NUM_QUESTIONS), (1.0, NUM_QUESTIONS)]
+    assert table["batch"].null_count() == len(table)  # The harness makes its own.
     receipts = read_json(outputs.receipt, EvaluationReceipts)
     assert receipts.problems() == []
     by_level = {each.noise_level: each.receipt for each in receipts.passes}

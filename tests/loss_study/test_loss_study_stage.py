@@ -184,6 +184,13 @@ def test_following_the_gradient_changes_no_loss(model_dir, problems):
 
 
 @pytest.mark.slow
+def test_clusters_of_the_questions_are_those_of_the_texts(model_dir, problems, tmp_path):
+    path = tmp_path / "test.parquet"
+    table = read_table(problems, ProblemTable).with_columns(pl.Series("cluster", ["a", "a", "b", "b"]))
+    write_table(path, table, ProblemTable)
+    assert run(tmp_path, model_dir, path, conditions=("clean",))["cluster"].to_list() == ["a", "a", "b", "b"]
+
+
 def test_the_same_study_gives_the_same_bytes(finished, model_dir, problems, tmp_path):
     run(tmp_path, model_dir, problems)
     for name in ("table", "receipt", "record"):

@@ -13,7 +13,6 @@ from scipy import stats
 
 from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.paired import paired_counts, score_interval, score_p, tango_p
-from aqnpipe.statistics.robustness import joint_test
 from aqnpipe.statistics.seed_blocks import SeedBlocks
 
 STUDIES = 400
@@ -116,15 +115,6 @@ def test_tests_of_one_checkpoint_each(questions, agreement):
         rejected += score_p(counts) < 0.05
         beyond += tango_p(counts, 0.0) < 0.05
     assert max(missed, rejected, beyond) <= stats.binom.ppf(SURELY, 1000, 0.05)
-
-
-def test_the_joint_test_of_levels():
-    """Three levels without any effect, noise that flips answers independently."""
-    draws, rejected = np.random.default_rng(9), 0
-    for _ in range(1000):
-        chance = 1 / (1 + np.exp(-(1.2 + draws.normal(0, 2, 200))))
-        rejected += joint_test((draws.random((3, 200)) < chance).astype(float))["joint_p"] < 0.05
-    assert stats.binom.ppf(0.0001, 1000, 0.05) <= rejected <= stats.binom.ppf(SURELY, 1000, 0.05)
 
 
 def test_ignoring_the_variance_of_training_rejects_far_too_often(simulation):

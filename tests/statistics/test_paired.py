@@ -8,7 +8,6 @@ from scipy import stats
 
 from aqnpipe.statistics.paired import (
     PairedCounts,
-    exact_minimum_detectable_difference,
     minimum_detectable_difference,
     paired_counts,
     score_interval,
@@ -82,22 +81,6 @@ def test_detectable_difference_has_the_power_it_promises():
 
 def test_no_difference_is_detectable_among_too_few_questions():
     assert minimum_detectable_difference(10, 0.10) == 1.0
-
-
-def test_exact_detectable_difference_needs_a_little_more():
-    """The exact McNemar test at 200 questions: 6.4 points, where its power summed over every table is 80 %."""
-    difference = exact_minimum_detectable_difference(200, 0.10)
-    assert round(100 * difference, 1) == 6.4
-    assert round(100 * exact_minimum_detectable_difference(1319, 0.10), 2) == 2.50
-    share = (0.10 + difference) / 0.20
-    power = 0.0
-    for number in range(4, 40):  # other numbers of disagreements have a chance below 1e-5
-        favourable = np.arange(number + 1)
-        p_values = np.array([stats.binomtest(int(k), number).pvalue for k in favourable])
-        chance = stats.binom.pmf(number, 200, 0.10)
-        power += chance * stats.binom.pmf(favourable, number, share)[p_values < 0.05].sum()
-    assert power == pytest.approx(0.8, abs=0.002)
-    assert exact_minimum_detectable_difference(10, 0.10) == 1.0
 
 
 def test_tango_reproduces_the_published_example():

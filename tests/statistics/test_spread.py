@@ -80,10 +80,9 @@ def test_detectable_difference_is_found_with_its_power():
 def test_what_is_detected_is_above_the_minimum(parts, tail):
     spread = spread_of(*parts)
     limit = spread.minimum_detectable(tail, 0.8)
-    assert not spread.detects(0.999 * limit, tail, 0.8)
+    assert spread.detecting_level(0.999 * limit, 0.8) > tail
     if limit < 30 * spread.standard_error:
-        assert spread.detects(1.001 * limit, tail, 0.8)
-    assert not spread.detects(0.0, tail, 0.8)
+        assert spread.detecting_level(1.001 * limit, 0.8) <= tail
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.005])

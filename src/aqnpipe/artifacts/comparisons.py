@@ -121,12 +121,9 @@ class ComparisonTable(Table):
 class RobustnessTable(Table):
     """results/robustness.parquet: an arm over all noise levels after its last step, one row each; fractions.
 
-    Descriptive: no part of a family, p-values unadjusted. Seeds and noise seeds are averaged within questions and
-    questions are the clusters. `joint_p` is about equal accuracy at all levels. `joint_method` is the key of its test:
-    `hotelling_t2`, Hotelling's T2 over the differences from the lowest level, F with `joint_df1` and `joint_df2`.
-    `slope` is the change of accuracy per 0.1 of relative noise scale (a least-squares line through the levels), with
-    an interval at 1 - alpha, over seeds and questions where there are several seeds. `problem`: why nothing was
-    computed; null if something was.
+    Descriptive: no part of a family, p-values unadjusted. `slope` is the change of accuracy per 0.1 of relative noise
+    scale (a least-squares line through the levels), with an interval at 1 - alpha, over seeds and questions where there
+    are several seeds. `problem`: why nothing was computed; null if something was.
     """
 
     model: str
@@ -141,11 +138,6 @@ class RobustnessTable(Table):
     slope_ci_low: float = pa.Field(nullable=True)
     slope_ci_high: float = pa.Field(nullable=True)
     slope_p: float = pa.Field(nullable=True)
-    joint_method: str
-    joint_f: float = pa.Field(nullable=True)
-    joint_df1: float = pa.Field(nullable=True)
-    joint_df2: float = pa.Field(nullable=True)
-    joint_p: float = pa.Field(nullable=True)
     problem: str = pa.Field(nullable=True)
 
     class Config:

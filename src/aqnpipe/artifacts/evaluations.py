@@ -73,7 +73,9 @@ def last_evaluations(results: Path) -> tuple[EvaluationFiles, ...]:
 class EvaluationTable(Table):
     """results/eval/.../step<N>.parquet: a row per question, noise level, noise seed and sample.
 
-    `cluster`: of the question, the unit of tests and intervals; absent where that is the question.
+    `cluster`: of the question, the unit of tests and intervals; absent where that is the question. `batch`: number of
+    the batch of the question, the same in every pass and sample; null where an engine or lm-evaluation-harness makes
+    its own batches; absent in tables of earlier versions.
     `noise_level` is a relative scale below 1, or the number of a named noise of the evaluation (1, 2, ...).
     `sample` numbers the responses to one question; it is 0 in greedy evaluations. `answer_<scorer>` is the answer that
     the scorer of `aqnpipe.data.scoring` extracted, null if it found none. Scorers besides the first four have columns
@@ -83,6 +85,7 @@ class EvaluationTable(Table):
 
     question_id: str
     cluster: Optional[str]  # noqa: UP045 - pandera's form of a column that may be absent
+    batch: Optional[int] = pa.Field(ge=0, nullable=True)  # noqa: UP045
     noise_level: float = pa.Field(ge=0)
     noise_seed: int = pa.Field(ge=0)
     sample: int = pa.Field(ge=0)

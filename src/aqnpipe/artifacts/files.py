@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pandera.polars as pa
 import polars as pl
 import yaml
@@ -141,6 +142,12 @@ def validate_tables(tables: Mapping[Path, pl.DataFrame], schema: type[pa.DataFra
             _validated(path, table, schema)
 
 
+def numbered_together(tables: Sequence[pl.DataFrame], column: str) -> pl.DataFrame:
+    """Return tables of one schema as one, with a `column` that numbers them."""
+    numbers = np.repeat(np.arange(len(tables), dtype=np.uint32), [len(table) for table in tables])
+    return pl.concat(tables).with_columns(pl.Series(column, numbers))
+
+
 def _is_valid_together(tables: Sequence[pl.DataFrame], schema: type[pa.DataFrameModel]) -> bool:
     single = schema.to_schema()
     alone = [name for name, column in single.columns.items() if column.unique]
@@ -150,9 +157,7 @@ def _is_valid_together(tables: Sequence[pl.DataFrame], schema: type[pa.DataFrame
     )
     joint.unique = None
     try:
-        together = pl.concat(
-            [table.with_columns(pl.lit(number, dtype=pl.UInt32).alias(_FILE)) for number, table in enumerate(tables)]
-        )
+        together = numbered_together(tables, _FILE)
         joint.validate(together)
     except (pa.errors.SchemaError, pl.exceptions.PolarsError):
         return False

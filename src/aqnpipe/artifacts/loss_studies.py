@@ -1,6 +1,6 @@
 """Artifacts of a loss study: the losses of its texts, and the comparisons of its conditions."""
 
-from typing import Literal
+from typing import Literal, Optional
 
 import pandera.polars as pa
 
@@ -14,10 +14,12 @@ class LossStudyTable(Table):
 
     `loss`: mean cross entropy of the gold solution's tokens given the question; `text_loss`: of all tokens but the
     first. `magnitude`: of the machine's faults, 0 without a fault. `order`: null unless a faulty layer has noise.
-    `survival_rate`: share of the elements at the faulty sites that the faults leave unchanged.
+    `survival_rate`: share of the elements at the faulty sites that the faults leave unchanged. `cluster`: as in
+    `EvaluationTable`.
     """
 
     question_id: str
+    cluster: Optional[str]  # noqa: UP045 - pandera's form of a column that may be absent
     condition: str
     magnitude: float = pa.Field(ge=0, le=1)
     order: str = pa.Field(nullable=True, isin=["after_noise", "before_noise", "around_noise"])
@@ -59,9 +61,9 @@ class LossStudyComparison(Artifact):
     """Two conditions of a loss study, texts and noise seeds paired; differences in nats, treatment minus control.
 
     The claim of the families `noise` and `place` is a lower loss, that of `harm` a higher one. `p_value` and the
-    interval at 1 - alpha treat texts and noise seeds as crossed random effects; `p_holm` is adjusted over the family
-    (null: not tested, because a side is worse than guessing). `p_seed_t`: paired t-test over the means of noise seeds
-    alone, which is valid for these texts only. `statements`: the numbers, then the conclusion.
+    interval at 1 - alpha treat texts, or their clusters, and noise seeds as crossed random effects. `p_holm` is
+    adjusted over the family (null: not tested, because a side is worse than guessing). `statements`: the numbers, then
+    the conclusion.
     """
 
     comparison_id: str
@@ -77,7 +79,6 @@ class LossStudyComparison(Artifact):
     ci_high: float
     p_value: float
     p_holm: float | None
-    p_seed_t: float | None
     claim: Statement
     verdict: ClaimVerdict
     statements: tuple[Statement, ...]

@@ -104,7 +104,6 @@ class CheckedDetectable(Artifact):
     num_questions: int
     discordant_fraction: float
     asymptotic: float
-    exact: float | None
     deviations: tuple[Statement, ...]
 
 

@@ -105,14 +105,13 @@ def _claims(check: "PublishedCheck", words: "Words") -> Table:
 def _detectable(check: "PublishedCheck", words: "Words") -> Table:
     from aqnpipe.report import numbers
 
-    columns = [words(f"column.{name}") for name in ("questions", "discordant", "asymptotic", "exact_mcnemar")]
+    columns = [words(f"column.{name}") for name in ("questions", "discordant", "asymptotic")]
     table = table_of(words("published.detectable", power=check.power), [], columns, [words("column.remark")])
     for size in check.detectable:
         table.add_row(
             numbers.count(size.num_questions),
             f"{100 * size.discordant_fraction:g}",
             numbers.percent(size.asymptotic, 2),
-            numbers.percent(size.exact, 2),
             words.all_of(size.deviations),
         )
     return table

@@ -87,6 +87,7 @@ def plan(
 
 def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumptions: Assumptions) -> StudyPrognosis:
     """Return what a study can find, with variances of `results`; DataError if no two arms with two seeds are there."""
+    from aqnpipe.statistics.clusters import Clusters
     from aqnpipe.statistics.planning import SEEDS_TRIED, USUAL, PairVariances, Pilot, cheapest, detectable
 
     config, claims = opened.study.config, opened.study.comparisons()
@@ -103,6 +104,8 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
     sizes = (len(opened.study.seeds), _num_questions(opened), len(config.evaluation.noise_seeds))
     most_questions = config.dataset.num_test or sizes[1]
     clusters = _clusters(config.dataset, sizes[1])
+    if config.statistics.unit == "batch":
+        clusters = Clusters.of([number // config.evaluation.batch_size for number in range(sizes[1])])
     num_clusters = None if clusters is None else clusters.effective_number
     noise_names = config.evaluation.noise_names()
     is_random = {level: config.evaluation.is_random(level) for level in config.evaluation.all_levels()}

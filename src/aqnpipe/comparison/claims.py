@@ -111,8 +111,15 @@ def _p_values(contrast: Contrast, judgement: Judgement, p_value: float) -> list[
 
 
 def _undeclared_clusters(scores: Scores) -> list[Statement]:
-    is_clustered = scores.clusters is None and neighbours_vary_together(scores.differences.mean(axis=0))
-    return [statement("claim.clustered")] if is_clustered else []
+    """Return what shows that answers vary together though the study does not declare it."""
+    found = []
+    if scores.clusters is None and neighbours_vary_together(scores.differences.mean(axis=0)):
+        found.append(statement("claim.clustered"))
+    # Questions of a cluster may be in one batch: only changes between noise draws tell both apart.
+    if scores.batches is not None and (scores.clusters is None or len(scores.draws) > 1):
+        correlation = scores.batches.notable_correlation(scores.draws)
+        found += [] if correlation is None else [statement("claim.batches", correlation=correlation)]
+    return found
 
 
 def _conclusion(contrast: Contrast, judgement: Judgement) -> list[Statement]:

@@ -3,7 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +16,7 @@ from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import NUMBER_SCORERS, SCORERS
-from aqnpipe.statistics.clusters import Clusters
+from aqnpipe.statistics.clusters import Batches, Clusters
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
 from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance, distinct_runs
 
@@ -24,6 +25,7 @@ Checkpoint = tuple[str, str, int, int]
 """(model role, arm, seed, step)."""
 
 _MAX_NAMED = 3
+_SIDES_KEPT = 64
 _DIGITS = 9
 """Means of the same answers differ by rounding alone beyond these."""
 
@@ -35,6 +37,20 @@ class Side:
     model: str
     arm: str
     noise_level: float
+
+
+@dataclass(frozen=True)
+class _SideScores:
+    """Scores [seed, question] of a side, averaged over samples and noise seeds, and their mean, also by other scorers.
+
+    `draws`: [noise seed, question], averaged over seeds. `by_scorer`: of those of numbers, if the primary one is of
+    numbers.
+    """
+
+    correct: FloatArray
+    draws: FloatArray
+    accuracy: float
+    by_scorer: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,8 @@ class Scores:
     levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
     model; None with a single seed. `seeds`: of the rows. `bound`: no difference is larger. `by_scorer`: the same
     difference by the other scorers of numbers, if the primary one is of numbers. `clusters`: of the questions; None:
-    each is its own.
+    each is its own. `draws`: differences [noise draw, question], averaged over seeds. `batches`: of the questions;
+    None: not known, or they are the clusters.
     """
 
     treatment: FloatArray
@@ -66,6 +83,8 @@ class Scores:
     bound: float = 1.0
     by_scorer: Mapping[str, float] = field(default_factory=dict)
     clusters: Clusters | None = None
+    draws: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
+    batches: Batches | None = None
 
     def estimate(self) -> Estimate:
         """Return the mean difference and what its tests need."""
@@ -77,8 +96,8 @@ class Scores:
             one, other = self.treatment[number][None], self.control[number % len(self.control)][None]
             estimate = estimate_difference(one, other, None, self.clusters)
             low, high = estimate.interval(level)
-            signs = np.sign(np.round(one - other, _DIGITS))
-            better, worse = int((signs > 0).sum()), int((signs < 0).sum())
+            rounded = np.round(one - other, _DIGITS)
+            better, worse = np.count_nonzero(rounded > 0), np.count_nonzero(rounded < 0)
             yield SeedComparison(
                 seed=seed,
                 treatment_better=better,
@@ -129,6 +148,8 @@ class Contrasts:
         self._evaluations = evaluations
         self._study_seeds = study.seeds
         self._variances: dict[tuple[str, float, bool], ArmVariances] = {}
+        # A control is part of every comparison, and a side of several in a row.
+        self._at = lru_cache(maxsize=_SIDES_KEPT)(self._side_scores)
 
     def of_all(self, comparisons: Sequence[Comparison]) -> list[Contrast]:
         """Return every comparison with its data; comparisons of equal sides get numbered ids."""
@@ -179,18 +200,19 @@ class Contrasts:
             raise RefusedError(
                 "model", f"{treatment.arm} trains the model {treatment.model}, {control.arm} the model {control.model}"
             )
-        keys = {
-            side: [(side.model, side.arm, seed, self._last_step(side.arm)) for seed in self._seeds(side.arm)]
-            for side in (treatment, control)
-        }
-        self._refuse_missing([key for side in dict.fromkeys((treatment, control)) for key in keys[side]])
+        sides = dict.fromkeys((treatment, control))
+        self._refuse_missing([key for side in sides for key in self._keys(side)])
         # In a study that adds seeds an arm may have fewer than others, always the first ones.
-        number = min((len(keys[side]) for side in (treatment, control) if side.arm != PRETRAINED), default=1)
-        sides = [
-            [self._evaluations[key] for key in (keys[side] * number if side.arm == PRETRAINED else keys[side])]
-            for side in (treatment, control)
-        ]
-        return list(zip(sides[0][:number], sides[1][:number], strict=True))
+        number = min((len(self._keys(side)) for side in sides if side.arm != PRETRAINED), default=1)
+        return list(zip(self._runs(treatment, number), self._runs(control, number), strict=True))
+
+    def _keys(self, side: Side) -> list[Checkpoint]:
+        return [(side.model, side.arm, seed, self._last_step(side.arm)) for seed in self._seeds(side.arm)]
+
+    def _runs(self, side: Side, number: int) -> list[LoadedEvaluation]:
+        """Return the first runs of a side; the pretrained model has one, which is repeated."""
+        keys = self._keys(side)
+        return [self._evaluations[key] for key in (keys * number if side.arm == PRETRAINED else keys)[:number]]
 
     def _refuse_missing(self, wanted: Sequence[Checkpoint]) -> None:
         missing = [checkpoint_name(key) for key in dict.fromkeys(wanted) if key not in self._evaluations]
@@ -205,31 +227,52 @@ class Contrasts:
         control: Side,
         comparison: Comparison,
     ) -> Scores:
-        has_single_control = control.arm == PRETRAINED and treatment.arm != PRETRAINED
-        first = [pair[0] for pair in pairs]
-        second = [pair[1] for pair in (pairs[:1] if has_single_control else pairs)]
-        treated, untreated = _correctness(first, treatment.noise_level), _correctness(second, control.noise_level)
+        number = len(pairs)
+        treated = self._at(treatment, number)
+        untreated = self._at(control, 1 if control.arm == PRETRAINED and treatment.arm != PRETRAINED else number)
+        ours, theirs, draws = treated.correct, untreated.correct, treated.draws - untreated.draws
+        by_scorer = {name: treated.by_scorer[name] - untreated.by_scorer[name] for name in treated.by_scorer}
         is_degradation = comparison.kind == "degradation"
-        primary = self._study.config.evaluation.primary_scorer
-        ours = treated - _correctness(first, 0.0) if is_degradation else treated
-        theirs = untreated - _correctness(second, 0.0) if is_degradation else untreated
-        clusters = first[0].levels[treatment.noise_level].clusters
+        if is_degradation:
+            first = self._at(replace(treatment, noise_level=0.0), len(ours))
+            second = self._at(replace(control, noise_level=0.0), len(theirs))
+            ours, theirs = ours - first.correct, theirs - second.correct
+            draws = draws - (first.draws - second.draws)
+            by_scorer = {
+                name: difference - (first.by_scorer[name] - second.by_scorer[name])
+                for name, difference in by_scorer.items()
+            }
         return Scores(
             treatment=ours,
             control=theirs,
-            treatment_accuracy=float(treated.mean()),
-            control_accuracy=float(untreated.mean()),
+            treatment_accuracy=treated.accuracy,
+            control_accuracy=untreated.accuracy,
             seed_variance=self._seed_variance(treatment, control, comparison),
             seeds=tuple(pair[1 if treatment.arm == PRETRAINED else 0].source.seed for pair in pairs),
             bound=2.0 if is_degradation else 1.0,
-            by_scorer={
-                scorer: _difference_by(
-                    scorer, first, second, (treatment.noise_level, control.noise_level), is_degradation
-                )
+            by_scorer=by_scorer,
+            clusters=pairs[0][0].levels[treatment.noise_level].clusters,
+            draws=draws,
+            batches=pairs[0][0].levels[treatment.noise_level].batches,
+        )
+
+    def _side_scores(self, side: Side, number: int) -> _SideScores:
+        """Return the scores of `number` runs of a side."""
+        runs, level = self._runs(side, number), side.noise_level
+        primary = self._study.config.evaluation.primary_scorer
+        if len({run.levels[level].noise_seeds for run in runs}) > 1:
+            raise RefusedError("noise_seeds", f"{side.arm}: seeds were evaluated with different noise seeds")
+        scores = np.stack([run.levels[level].correct for run in runs])
+        correct = scores.mean(axis=1)
+        return _SideScores(
+            correct,
+            scores.mean(axis=0),
+            float(correct.mean()),
+            {
+                scorer: float(np.mean([run.accuracy_at[level][f"accuracy_{scorer}"] for run in runs]))
                 for scorer in (SCORERS if primary in NUMBER_SCORERS else ())
                 if scorer != primary
             },
-            clusters=clusters,
         )
 
     def _seed_variance(self, treatment: Side, control: Side, comparison: Comparison) -> SeedVariance | None:
@@ -271,7 +314,7 @@ class Contrasts:
             refuse_bad_evaluation(evaluation, levels)
         except RefusedError:
             return math.nan
-        first, last = (float(evaluation.levels[level].correct.mean()) for level in (levels[0], levels[-1]))
+        first, last = (evaluation.levels[level].mean for level in (levels[0], levels[-1]))
         return last - first if len(levels) > 1 else last
 
 
@@ -372,21 +415,3 @@ def _refuse_unlike_runs(runs: Sequence[LoadedEvaluation], *, of_tokenizers: bool
         difference = setting_difference(first, second, of_tokenizers=of_tokenizers)
         if difference:
             raise RefusedError("setting", f"evaluated differently: {difference}")
-
-
-def _difference_by(
-    scorer: str,
-    treatment: Sequence[LoadedEvaluation],
-    control: Sequence[LoadedEvaluation],
-    levels: tuple[float, float],
-    is_degradation: bool,
-) -> float:
-    def mean(runs: Sequence[LoadedEvaluation], level: float) -> float:
-        return float(np.mean([run.accuracy_at[level][f"accuracy_{scorer}"] for run in runs]))
-
-    difference = mean(treatment, levels[0]) - mean(control, levels[1])
-    return difference - (mean(treatment, 0.0) - mean(control, 0.0)) if is_degradation else difference
-
-
-def _correctness(runs: Sequence[LoadedEvaluation], noise_level: float) -> FloatArray:
-    return np.stack([run.levels[noise_level].correct.mean(axis=0) for run in runs])

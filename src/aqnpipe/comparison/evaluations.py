@@ -3,7 +3,8 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from statsmodels.stats.proportion import proportion_confint
 from aqnpipe.artifacts.comparisons import RefusalKind
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
-from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, validate_tables
+from aqnpipe.artifacts.files import numbered_together, read_json, read_table, read_unchecked_table, validate_tables
 from aqnpipe.artifacts.runs import RunRecord, record_problems
+from aqnpipe.config.analysis import TestedUnit
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
-from aqnpipe.statistics.clusters import Clusters
+from aqnpipe.statistics.clusters import Batches, Clusters
 
 PASS_KEYS = ["question_id", "noise_level", "noise_seed"]
 ROW_KEYS = [*PASS_KEYS, "sample"]
@@ -55,7 +57,8 @@ class LevelScores:
     """Correctness at one noise level: correct[noise seed, question], the share of right samples; question ids sorted.
 
     `same_responses_as`: a lower level at which every response is the same, in every noise seed; None: there is no such
-    level. `clusters`: of the questions; None: each is its own.
+    level. `clusters`: of the questions; None: each is its own. `batches`: in which they were decoded; None: not known,
+    or they are the clusters.
     """
 
     question_ids: tuple[str, ...]
@@ -64,6 +67,12 @@ class LevelScores:
     correct: npt.NDArray[np.float64]
     same_responses_as: float | None
     clusters: Clusters | None = None
+    batches: Batches | None = None
+
+    @cached_property
+    def mean(self) -> float:
+        """Mean over noise seeds and questions."""
+        return float(self.correct.mean())
 
 
 @dataclass(frozen=True)
@@ -92,12 +101,15 @@ class LoadedEvaluation:
 
 
 def load_evaluations(
-    sources: Iterable[EvaluationInput], scorer: str, alpha: float
+    sources: Iterable[EvaluationInput], scorer: str, alpha: float, unit: TestedUnit = "question"
 ) -> dict[tuple[str, str, int, int], LoadedEvaluation]:
-    """Read evaluations by (model role, arm, seed, step); DataError where a file is missing or malformed."""
+    """Read evaluations by (model role, arm, seed, step); DataError where a file is missing, malformed or not in units.
+
+    unit: batch makes the batches of questions their clusters.
+    """
     listed = list(sources)
     parts = (listed[start : start + _TOGETHER] for start in range(0, len(listed), _TOGETHER))
-    found = (evaluation for part in parts for evaluation in _load_together(part, scorer_column(scorer), alpha))
+    found = (evaluation for part in parts for evaluation in _load_together(part, scorer_column(scorer), alpha, unit))
     return {(one.source.model, one.source.arm, one.source.seed, one.source.step): one for one in found}
 
 
@@ -110,15 +122,19 @@ def load_evaluation(source: EvaluationInput, scorer: str, alpha: float) -> Loade
     return found
 
 
-def _load_together(sources: Sequence[EvaluationInput], scorer: str, alpha: float) -> Iterator[LoadedEvaluation]:
+def _load_together(
+    sources: Sequence[EvaluationInput], scorer: str, alpha: float, unit: TestedUnit = "question"
+) -> Iterator[LoadedEvaluation]:
     """Yield evaluations whose tables are validated and summed up together, in an eighth of the time."""
     tables = _read_tables([source.table for source in sources])
+    if unit == "batch":
+        read = zip(sources, tables, strict=True)
+        tables = [(_with_batches_as_clusters(source.table, rows), problems) for source, (rows, problems) in read]
     schemas = [tuple(rows.schema.items()) for rows, _ in tables]
     for schema in dict.fromkeys(schemas):
         alike = [number for number, found in enumerate(schemas) if found == schema]
         part = [sources[number] for number in alike]
-        numbered = ((place, tables[number][0]) for place, number in enumerate(alike))
-        together = pl.concat([rows.with_columns(pl.lit(place, pl.UInt32).alias(_FILE)) for place, rows in numbered])
+        together = numbered_together([tables[number][0] for number in alike], _FILE)
         levels, accuracies = _levels(together, scorer, len(part)), _accuracies(part, together, scorer, alpha)
         for place, number in enumerate(alike):
             yield _loaded(part[place], *tables[number], levels[place], accuracies[place])
@@ -275,6 +291,15 @@ def _read_rows(path: Path) -> tuple[pl.DataFrame, list[str]]:
     return unique, [f"{len(rows) - len(unique)} rows repeat a question within a pass"]
 
 
+def _with_batches_as_clusters(path: Path, rows: pl.DataFrame) -> pl.DataFrame:
+    if "batch" not in rows.columns or rows["batch"].null_count() or "cluster" in rows.columns:
+        raise DataError(
+            f"{path}: statistics.unit is batch, expected questions without clusters whose batches are known: not of "
+            "vLLM, of lm-evaluation-harness or of an earlier version"
+        )
+    return rows.rename({"batch": "cluster"}).cast({"cluster": pl.String})
+
+
 def _levels(rows: pl.DataFrame, scorer: str, num_tables: int) -> list[dict[float, LevelScores]]:
     """Split the rows of each table by noise level.
 
@@ -287,34 +312,52 @@ def _levels(rows: pl.DataFrame, scorer: str, num_tables: int) -> list[dict[float
             pl.len().alias("samples"),
             pl.col("sample").hash(seed=0).bitwise_xor().alias("sample_digest"),
             pl.col(f"correct_{scorer}").mean().alias("correct"),
-            *([pl.col("cluster").first()] if "cluster" in rows.columns else []),
+            *(pl.col(name).first() for name in ("cluster", "batch") if name in rows.columns),
         )
-        .sort(_FILE, *PASS_KEYS[::-1])
+        .sort(_FILE, "noise_level", "noise_seed", "question_id")
+        .with_columns(pl.col("question_id").cast(pl.Categorical).to_physical().alias("code"))
     )
     twins = _identical_levels(rows, num_tables)
+    names: dict[bytes, tuple[str, ...]] = {}
     levels: list[dict[float, LevelScores]] = [{} for _ in range(num_tables)]
-    for (file, level), part in answers.partition_by(
-        _FILE, "noise_level", as_dict=True, include_key=False, maintain_order=True
-    ).items():  # fmt: skip
-        levels[file][float(level)] = _level_scores(part, twins[file].get(float(level)))
+    files, of_rows = answers[_FILE].to_numpy(), answers["noise_level"].to_numpy()
+    is_first = np.append(True, (files[1:] != files[:-1]) | (of_rows[1:] != of_rows[:-1]))
+    for start, end in pairwise([*np.flatnonzero(is_first[: len(answers)]), len(answers)]):
+        level = float(of_rows[start])
+        levels[files[start]][level] = _level_scores(answers[start:end], names, twins[files[start]].get(level))
     return levels
 
 
-def _level_scores(answers: pl.DataFrame, twin: float | None) -> LevelScores:
-    """Return the scores of a level from its answers, sorted by noise seed and question."""
+def _level_scores(answers: pl.DataFrame, names: dict[bytes, tuple[str, ...]], twin: float | None) -> LevelScores:
+    """Return the scores of a level from its answers, sorted by noise seed and question.
+
+    names: ids of questions by their codes, so that levels of equal questions share them.
+    """
     seeds, counts = np.unique(answers["noise_seed"].to_numpy(), return_counts=True)
-    ids, number = answers["question_id"], int(counts[0])
-    alike = answers["samples"].n_unique() == 1 == answers["sample_digest"].n_unique() and bool((counts == number).all())
-    whole = alike and all(ids[start : start + number].equals(ids[:number]) for start in range(0, len(ids), number))
+    number, codes = int(counts[0]), answers["code"].to_numpy()
+    samples, digests = answers["samples"].to_numpy(), answers["sample_digest"].to_numpy()
+    whole = (counts == number).all() and (samples == samples[0]).all() and (digests == digests[0]).all()
+    whole = bool(whole and (codes.reshape(-1, number) == codes[:number]).all())
+    key = codes[:number].tobytes()
+    if whole and key not in names:
+        names[key] = tuple(answers["question_id"][:number].to_list())
     has_clusters = whole and "cluster" in answers.columns
+    has_batches = whole and "batch" in answers.columns and answers["batch"].null_count() == 0
     return LevelScores(
-        question_ids=tuple(ids[:number].to_list()) if whole else (),
-        noise_seeds=tuple(int(seed) for seed in seeds),
-        num_samples=int(answers["samples"][0]),
+        question_ids=names[key] if whole else (),
+        noise_seeds=tuple(seeds.tolist()),
+        num_samples=int(samples[0]),
         correct=(answers["correct"].to_numpy() if whole else np.empty(0)).reshape(len(seeds), -1),
         same_responses_as=twin,
         clusters=Clusters.of(answers["cluster"][:number].to_list()) if has_clusters else None,
+        batches=_batches(answers["batch"][:number].to_numpy().tobytes()) if has_batches else None,
     )
+
+
+@lru_cache(maxsize=64)
+def _batches(numbers: bytes) -> Batches:
+    """Return the batches of questions, which the levels and runs of a study share."""
+    return Batches(np.frombuffer(numbers, dtype=np.int64))
 
 
 def _identical_levels(rows: pl.DataFrame, num_tables: int) -> list[dict[float, float]]:

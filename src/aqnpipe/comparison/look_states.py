@@ -206,7 +206,9 @@ def _changes(registered: LookDesign, found: LookDesign) -> Iterator[str]:
     for name in registered.settings:
         if registered.settings[name] != found.settings.get(name):
             yield (
-                "the data set, prompt or evaluation" if name == "data" else f"the training or evaluation of arm {name}"
+                "the data set, prompt, evaluation or statistics.unit"
+                if name == "data"
+                else f"the training or evaluation of arm {name}"
             )
 
 
@@ -226,7 +228,9 @@ def _settings(study: Study) -> dict[str, str]:
     plan, config = StudyPlan(study), study.config
     arms = dict.fromkeys(arm for claim in study.comparisons() for arm in _arms_of(claim))
     shared = (config.dataset, config.prompt, config.evaluation)
-    found: dict[str, object] = {"data": [part.model_dump(mode="json") for part in shared]}
+    # Only another unit than the usual one is part of it, so that designs of earlier versions stay valid.
+    unit = [] if config.statistics.unit == "question" else [config.statistics.unit]
+    found: dict[str, object] = {"data": [*(part.model_dump(mode="json") for part in shared), *unit]}
     for arm in arms:
         role = study.arms[arm].model
         evaluation = plan.evaluation_spec(model=role, arm=arm, seed="0", step=str(study.num_steps))

@@ -39,7 +39,7 @@ def take_look(
     Raises DataError if a file is malformed.
     """
     alpha, scorer = study.config.statistics.alpha, study.config.evaluation.primary_scorer
-    loaded = load_evaluations(evaluations, scorer, alpha)
+    loaded = load_evaluations(evaluations, scorer, alpha, study.config.statistics.unit)
     number = len(earlier) + 1
     path = look_file(study.config.results_dir, number)
     before = look_file(study.config.results_dir, number - 1)

@@ -38,7 +38,7 @@ def compare_machines(plan: StudyPlan, output: Path) -> None:
     """Write the differences between machines as `output` and as CSV beside it; DataError where a file is malformed."""
     settings = plan.study.config
     scorer, alpha = settings.evaluation.primary_scorer, settings.statistics.alpha
-    here = load_evaluations(existing_evaluations(plan), scorer, alpha)
+    here = load_evaluations(existing_evaluations(plan), scorer, alpha, settings.statistics.unit)
     rows: list[dict[str, Any]] = []
     for machine in settings.evaluation.machines:
         there = load_evaluations(existing_evaluations(plan.on(machine)), scorer, alpha)

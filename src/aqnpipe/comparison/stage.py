@@ -55,7 +55,7 @@ from aqnpipe.config.study import Study
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import Estimate
 from aqnpipe.statistics.multiple_testing import interval_level
-from aqnpipe.statistics.robustness import JOINT_METHOD, mean_slopes, robustness_row
+from aqnpipe.statistics.robustness import mean_slopes, robustness_row
 from aqnpipe.statistics.sample_sizes import variance_parts
 
 FloatArray = npt.NDArray[np.float64]
@@ -133,7 +133,7 @@ def compare(
     reason. Raises DataError if a file is malformed.
     """
     settings = study.config.statistics
-    loaded = load_evaluations(evaluations, study.config.evaluation.primary_scorer, settings.alpha)
+    loaded = load_evaluations(evaluations, study.config.evaluation.primary_scorer, settings.alpha, settings.unit)
     contrasts = Contrasts(study, loaded)
     decided = last_looks(study, looks)
     compared_pairs = contrasts_at_looks(study, loaded, looks) or contrasts.of_all(study.comparisons())
@@ -352,7 +352,7 @@ def _robustness_rows(study: Study, contrasts: Contrasts) -> list[dict[str, Any]]
 def _robustness_of_model(
     model: str, arms: Sequence[str], levels: Sequence[float], contrasts: Contrasts, alpha: float
 ) -> list[dict[str, Any]]:
-    empty = {"model": model, "num_seeds": 0, "num_questions": 0, "num_levels": 0, "joint_method": JOINT_METHOD}
+    empty = {"model": model, "num_seeds": 0, "num_questions": 0, "num_levels": 0}
     found: dict[str, list[FloatArray]] = {}
     clusters: dict[str, Clusters | None] = {}
     problems: dict[str, str] = {}

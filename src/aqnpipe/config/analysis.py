@@ -18,6 +18,7 @@ Direction = Literal["higher", "lower", "different"]
 """different: in either direction."""
 TestKind = Literal["superiority", "non_inferiority", "equivalence"]
 ClaimRole = Literal["primary", "secondary", "control"]
+TestedUnit = Literal["question", "batch"]
 DEFAULT_FAMILY = "main"
 
 
@@ -150,6 +151,11 @@ class StatisticsConfig(FrozenModel):
         default="highest",
         description="noise levels of the usual comparisons besides 0: the highest, or all; Holm's correction then "
         "covers more of them",
+    )
+    unit: TestedUnit = Field(
+        default="question",
+        description="unit of tests and intervals: the question, or its cluster if the data set names clusters; batch: "
+        "the questions that were decoded in one batch, where their noise has a part in common",
     )
     published: str | None = Field(
         default=None, description="file of published figures to check along with the study; null: none"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import LARGEST_TRAINING_SEED
-from aqnpipe.config.dataset import LmEvalDataset, PromptFormat
+from aqnpipe.config.dataset import GeneratedDataset, LmEvalDataset, PromptFormat
 from aqnpipe.config.diagnosis import NEEDS_PARITY
 from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
@@ -470,6 +470,17 @@ def _backend_of_task(scope: Scope, backend: str) -> str | None:
     return None if fits else "found vllm, expected transformers or auto for dataset.source lm_eval"
 
 
+def _unit(scope: Scope, unit: str) -> str | None:
+    dataset = scope.study.dataset
+    if unit == "question":
+        return None
+    if isinstance(dataset, GeneratedDataset) or getattr(dataset, "cluster_column", None):
+        return f"found {unit}, but the questions of the data set have clusters, expected question"
+    if isinstance(dataset, LmEvalDataset) or scope.study.generation.backend == "vllm":
+        return f"found {unit}, but vLLM and lm-evaluation-harness make batches of their own, expected question"
+    return None
+
+
 def _comparable(scope: Scope, checkpoint: ModelConfig, name: str) -> str | None:
     """Checkpoints must be different models that compute alike."""
     for other, earlier in scope.study.models.items():
@@ -508,6 +519,7 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("prompt", _prompt_of_task),
     ("evaluation.sampling", _sampling_of_task),
     ("generation.backend", _backend_of_task),
+    ("statistics.unit", _unit),
     ("evaluation.pretrained_machine", _runs_here),
     ("machines[*].counterpart", _counterpart),
     ("machines[*].device", _device_has_effect),

@@ -107,6 +107,11 @@ class PassResult:
     batches: tuple[Batch, ...]
     facts: tuple[BatchFacts, ...]
 
+    @property
+    def batch_of_question(self) -> dict[int, int]:
+        """Number of the batch of each question by its index; all samples are split alike."""
+        return {question: batch.number for batch in self.batches for question in batch.questions}
+
 
 @dataclass(frozen=True)
 class ShardRunner:

@@ -44,6 +44,10 @@ _UNOBSERVED = ("prompts as the model reads them", "choice of tokens", "responses
 """Steps that the harness does by itself, and that the audit of an evaluation does not observe."""
 
 
+MAKES_OWN_BATCHES = ("vllm",)
+"""Backends that split and join the batches that they are given."""
+
+
 @dataclass(frozen=True)
 class EvaluationOutputs:
     """The files that one evaluation writes."""
@@ -101,7 +105,10 @@ def evaluate(
         for result in assembled_passes(spec, shards, runner.run(shards)):
             level, noise_seed = result.noise_level, result.noise_seed
             passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=result.receipt.check()))
-            tables.append(score(problems, result.samples, tokenizer, level, noise_seed, spec.prompt.stop_text, graders))
+            rows = score(problems, result.samples, tokenizer, level, noise_seed, spec.prompt.stop_text, graders)
+            number_of = {} if described["backend"] in MAKES_OWN_BATCHES else result.batch_of_question
+            numbers = [number_of.get(index) for index in range(len(problems))] * len(result.samples)
+            tables.append(rows.with_columns(pl.Series("batch", numbers, pl.Int64)))
             judge.judge(result, tables[-1])
             label = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
             name = config.noise_names().get(level, f"{level:.0%}")
@@ -295,9 +302,9 @@ class _TaskRun:
                 "task changed after its questions were prepared?"
             )
         content = [self._row(sample, golds, level, noise_seed) for sample in samples]
-        names = {f"answer_{name}": pl.String for name in (*self._graders, "task")}
+        types = {f"answer_{name}": pl.String for name in (*self._graders, "task")} | {"batch": pl.Int64}
         prompts = "".join(str(sample["prompt_hash"])[:16] for sample in samples)
-        return pl.DataFrame(content, schema_overrides=names, infer_schema_length=None), prompts
+        return pl.DataFrame(content, schema_overrides=types, infer_schema_length=None), prompts
 
     def facts(self, level: float, noise_seed: int, rows: pl.DataFrame) -> PassFacts:
         """Return the facts of a pass."""
@@ -367,6 +374,7 @@ class _TaskRun:
         by_number = {name: grade(response, gold) for name, grade in self._graders.items()}
         return {
             "question_id": question_id(number),
+            "batch": None,
             "noise_level": level,
             "noise_seed": noise_seed,
             "sample": 0,

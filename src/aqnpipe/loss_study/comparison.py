@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import polars as pl
-from scipy import stats
 
 from aqnpipe.artifacts.base import Statement, statement
 from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
@@ -25,6 +24,7 @@ from aqnpipe.config.analysis import Direction, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
+from aqnpipe.statistics.clusters import Clusters, neighbours_vary_together
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
 from aqnpipe.statistics.multiple_testing import holm_within_families
 
@@ -80,9 +80,13 @@ def existing_losses(plan: StudyPlan) -> list[tuple[LossInputs, Path]]:
 def compare_losses(inputs: LossInputs, settings: StatisticsConfig, output: Path) -> None:
     """Test every comparison of a loss study and write a `LossStudyFile`.
 
-    Raises DataError if a file is malformed, a receipt is refused, or table and receipts are not of the same passes.
+    Raises DataError if a file is malformed, a receipt is refused, table and receipts are not of the same passes, or
+    there is a single text or cluster of texts.
     """
     table = read_table(inputs.table, LossStudyTable)
+    unit = "cluster" if "cluster" in table.columns else "question_id"
+    if table[unit].n_unique() < 2:
+        raise DataError(f"{inputs.table}: {unit}: found 1 value, expected at least 2 to compare over; raise num_texts")
     receipts = read_json(inputs.receipt, LossStudyReceipts)
     record = read_json(inputs.record, RunRecord)
     for problem in [*_mismatches(table, receipts), *receipts.problems()]:
@@ -99,7 +103,11 @@ def loss_file(
     sides = _sides(table)
     uniform = math.log(receipts.vocabulary_size)
     contrasts = list(_contrasts(sides))
-    estimates = [estimate_difference(contrast.treatment.losses, contrast.control.losses) for contrast in contrasts]
+    clusters = _clusters(table)
+    estimates = [
+        estimate_difference(contrast.treatment.losses, contrast.control.losses, clusters=clusters)
+        for contrast in contrasts
+    ]
     above = [_above_uniform(contrast, uniform) for contrast in contrasts]
     adjusted = _adjusted(contrasts, estimates, above)
     families = Counter(contrasts[index].family for index in adjusted)
@@ -115,10 +123,17 @@ def loss_file(
         families=tuple(Family(name=name, size=size) for name, size in families.items()),
         conditions=tuple(_condition(side, table, receipts, uniform) for side in sides),
         comparisons=tuple(
-            _comparison(contrast, estimate, adjusted.get(index), above[index], settings.alpha)
+            _comparison(contrast, estimate, adjusted.get(index), above[index], settings.alpha, clusters)
             for index, (contrast, estimate) in enumerate(zip(contrasts, estimates, strict=True))
         ),
     )
+
+
+def _clusters(table: pl.DataFrame) -> Clusters | None:
+    """Return the clusters of the texts, in the order of the losses of a side; None: each text is its own."""
+    if "cluster" not in table.columns:
+        return None
+    return Clusters.of(table.unique("question_id").sort("question_id")["cluster"].to_list())
 
 
 def _sides(table: pl.DataFrame) -> list[_Side]:
@@ -184,7 +199,12 @@ def _adjusted(
 
 
 def _comparison(
-    contrast: _Contrast, estimate: Estimate, p_holm: float | None, above: tuple[Statement, ...], alpha: float
+    contrast: _Contrast,
+    estimate: Estimate,
+    p_holm: float | None,
+    above: tuple[Statement, ...],
+    alpha: float,
+    clusters: Clusters | None,
 ) -> LossStudyComparison:
     low, high = estimate.interval(1 - alpha)
     p_value = estimate.two_sided_p()
@@ -200,8 +220,14 @@ def _comparison(
         treatment=contrast.treatment.condition,
         control=contrast.control.condition,
         difference=estimate.difference,
-        details=(statement("detail.interval.nats", level=1 - alpha, low=low, high=high), p_values),
+        details=(
+            statement("detail.interval.nats", level=1 - alpha, low=low, high=high),
+            p_values,
+            *_sample(estimate, clusters),
+        ),
     )
+    differences = (contrast.treatment.losses - contrast.control.losses).mean(axis=0)
+    is_clustered = clusters is None and neighbours_vary_together(differences)
     return LossStudyComparison(
         comparison_id=contrast.comparison_id,
         family=contrast.family,
@@ -216,17 +242,17 @@ def _comparison(
         ci_high=high,
         p_value=p_value,
         p_holm=p_holm,
-        p_seed_t=_seed_t_p(contrast.treatment.losses - contrast.control.losses),
         claim=contrast.claim,
         verdict=verdict,
-        statements=(numbers, conclusion),
+        statements=(numbers, conclusion, *([statement("claim.clustered")] if is_clustered else [])),
     )
 
 
-def _seed_t_p(differences: FloatArray) -> float | None:
-    """Return the p-value of a t-test over the means of noise seeds; None with one seed, or if nothing varies."""
-    means = differences.mean(axis=1)
-    return float(stats.ttest_1samp(means, 0.0).pvalue) if len(means) > 1 and means.var() > 0 else None
+def _sample(estimate: Estimate, clusters: Clusters | None) -> list[Statement]:
+    if clusters is None:
+        return []
+    sizes = {"seeds": estimate.num_seeds, "questions": estimate.num_questions, "clusters": clusters.number}
+    return [statement("detail.sample_in_clusters", **sizes)]
 
 
 def _verdict(

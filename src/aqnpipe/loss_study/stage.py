@@ -44,11 +44,15 @@ class LossStudyOutputs:
 
 @dataclass(frozen=True)
 class Text:
-    """A question and its gold solution as token ids; the first `prompt_tokens` are the prompt."""
+    """A question and its gold solution as token ids; the first `prompt_tokens` are the prompt.
+
+    `cluster`: of the question; None: it is its own.
+    """
 
     question_id: str
     token_ids: list[int]
     prompt_tokens: int
+    cluster: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,13 +144,17 @@ def read_texts(problems: Path, spec: LossStudySpec, tokenizer: Any, examples: Se
         raise DataError(f"{problems}: {len(table)} questions, expected at least num_texts = {spec.settings.num_texts}")
     refuse_overlap(examples, table["question"])
     prompts = prompt_token_ids(table["question"], spec.prompt, tokenizer, examples)
+    clusters = table["cluster"] if "cluster" in table.columns else [None] * len(table)
     return [
         Text(
             question_id,
             [*prompt, *tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id],
             len(prompt),
+            cluster,
         )
-        for question_id, prompt, answer in zip(table["question_id"], prompts, table["answer"], strict=True)
+        for question_id, prompt, answer, cluster in zip(
+            table["question_id"], prompts, table["answer"], clusters, strict=True
+        )
     ]
 
 
@@ -208,6 +216,7 @@ def run_pass(
             rows.append(
                 {
                     "question_id": text.question_id,
+                    **({} if text.cluster is None else {"cluster": text.cluster}),
                     "condition": loss_pass.condition,
                     "magnitude": loss_pass.magnitude,
                     "order": loss_pass.order,

@@ -48,7 +48,7 @@ from aqnpipe.published.summary_tests import (
 from aqnpipe.statistics.continuous import Summary
 from aqnpipe.statistics.grim import agrees, nearest_percentages, possible_counts, possible_sizes
 from aqnpipe.statistics.multiple_testing import holm_within_families
-from aqnpipe.statistics.paired import exact_minimum_detectable_difference, minimum_detectable_difference
+from aqnpipe.statistics.paired import minimum_detectable_difference
 
 
 @dataclass(frozen=True)
@@ -361,14 +361,13 @@ def _series(series: PublishedSeries, accuracies: Sequence[PublishedAccuracy]) ->
 
 def _detectable(size: Detectable, published: PublishedFile) -> CheckedDetectable:
     sizes = (size.num_questions, size.discordant_fraction, published.alpha, published.power)
-    asymptotic, exact = minimum_detectable_difference(*sizes), exact_minimum_detectable_difference(*sizes)
+    asymptotic = minimum_detectable_difference(*sizes)
     deviations: tuple[Statement, ...] = ()
     if size.reported is not None and not agrees(100 * asymptotic, size.reported):
-        deviations = (statement("deviation.detectable", printed=size.reported, asymptotic=asymptotic, exact=exact),)
+        deviations = (statement("deviation.detectable", printed=size.reported, asymptotic=asymptotic),)
     return CheckedDetectable(
         num_questions=size.num_questions,
         discordant_fraction=size.discordant_fraction,
         asymptotic=asymptotic,
-        exact=exact,
         deviations=deviations,
     )

@@ -76,18 +76,10 @@ def _with_fault(study: LossStudyFile) -> list[LossStudyCondition]:
 
 
 def _sentences(study: LossStudyFile, words: Words) -> Iterator[str]:
-    """Yield the counts of verdicts, the findings of a weaker test, and the conditions worse than guessing."""
+    """Yield the counts of verdicts, and the conditions worse than guessing."""
     for family in study.families:
         verdicts = [comparison.verdict for comparison in study.comparisons if comparison.family == family.name]
         yield words(f"losses.tested.{family.name}", count=len(verdicts), parts=counted_verdicts(verdicts, words))
-    significant = [
-        comparison
-        for comparison in study.comparisons
-        if comparison.p_seed_t is not None and comparison.p_seed_t < study.alpha
-    ]
-    not_shown = sum(comparison.verdict == "not_shown" for comparison in significant)
-    if not_shown:
-        yield words("losses.naive", count=not_shown, alpha=study.alpha)
     above = sum(cell.above_uniform for cell in study.conditions)
     if above:
         yield words("losses.above", count=above, uniform=study.uniform)
@@ -125,7 +117,7 @@ def _about_loss(row: Mapping[str, Any], words: Words) -> str:
 def _comparison_table(study: LossStudyFile, words: Words) -> Table:
     columns = (
         "claim verdict:verdict. difference_in_nats=difference:signed_nats interval=ci:spans_signed_nats "
-        "p=p_value:p_value p_holm:p_value p_seed_t:p_value"
+        "p=p_value:p_value p_holm:p_value"
     )
     rows = (
         vars(comparison) | {"claim": words.of(comparison.claim), "alert": comparison.verdict == "invalid"}

@@ -219,9 +219,9 @@ def robustness_means_table(last: pl.DataFrame, words: Words) -> Table:
 
 
 def robustness_table(robustness: pl.DataFrame, level: float, words: Words) -> Table:
-    """Return the slope over noise and the joint test over levels, by arm."""
+    """Return the slope over noise, by arm."""
     columns = (
-        "arm slope:signed_points interval=slope_ci:spans_signed_points slope_p:p_value joint_p:p_value "
+        "arm slope:signed_points interval=slope_ci:spans_signed_points slope_p:p_value "
         "levels=num_levels seeds=num_seeds problem"
     )
     note = words("robustness.note", level=level)

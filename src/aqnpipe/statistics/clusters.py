@@ -13,11 +13,14 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
 FloatArray = npt.NDArray[np.float64]
 
 NOTABLE_TAIL_Z = 3.3
 """Score of a correlation that chance exceeds once in 2,000 comparisons."""
+
+NOTABLE_TAIL = float(special.ndtr(-NOTABLE_TAIL_Z))
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,3 +78,44 @@ def neighbours_vary_together(differences: FloatArray) -> bool:
     if variance == 0:
         return False
     return float(centred[1:] @ centred[:-1]) / variance * np.sqrt(len(differences)) > NOTABLE_TAIL_Z
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Batches in which questions were decoded, whose answers may share noise; numbers[question], by prompt length."""
+
+    numbers: npt.NDArray[np.int64]
+
+    @cached_property
+    def _found(self) -> tuple[npt.NDArray[np.int64], FloatArray, FloatArray]:
+        """Batch of each question as 0, 1, ..., roots of the sizes, and a basis [batch, 3] of parabolas over batches."""
+        values, codes, sizes = np.unique(self.numbers, return_inverse=True, return_counts=True)
+        roots = np.sqrt(sizes)
+        return codes, roots, np.linalg.qr(roots[:, None] * np.vander(values - values.mean(), 3, increasing=True))[0]
+
+    def notable_correlation(self, differences: FloatArray) -> float | None:
+        """Return the correlation of differences[noise draw, question] within batches; None if chance may explain it.
+
+        It is the intraclass correlation of a one-way analysis of variance. Of several draws, which have different noise
+        in every batch, the changes between draws are analysed: what a question is like cancels. Of a single draw a
+        parabola over the batches is no noise, because batches hold prompts of similar length and an arm may be better
+        at long ones.
+        """
+        codes, roots, trend = self._found
+        num_draws, num_batches = len(differences), len(roots)
+        changes = differences - differences.mean(axis=0) if num_draws > 1 else differences
+        trend = trend[:, : 1 if num_draws > 1 else 3]
+        scale = max(num_draws - 1, 1)
+        freedom = (num_batches - trend.shape[1]) * scale, (len(codes) - num_batches) * scale
+        if min(freedom) <= 0:
+            return None
+        sums = np.stack([np.bincount(codes, one, num_batches) for one in changes]) / roots
+        between, within = (
+            float(np.sum(sums**2) - np.sum((sums @ trend) ** 2)),
+            float(np.sum(changes**2) - np.sum(sums**2)),
+        )
+        between, within = between / freedom[0], max(within, 0.0) / freedom[1]
+        if between <= within or special.fdtrc(*freedom, between / within if within else np.inf) > NOTABLE_TAIL:
+            return None
+        size = (len(codes) - float(np.sum(roots**4)) / len(codes)) / (num_batches - 1)
+        return (between - within) / (between + (size - 1) * within)

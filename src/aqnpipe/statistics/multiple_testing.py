@@ -1,5 +1,6 @@
 """Several tests at once: Holm's correction within families, and the level at which each test is then made."""
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -34,9 +35,11 @@ def holm_within_families(families: Sequence[Hashable], p_values: Sequence[float]
     >>> holm_within_families(["a", "b", "a"], [0.01, 0.03, 0.04])
     [0.02, 0.03, 0.04]
     """
+    of_family: dict[Hashable, list[int]] = {}
+    for index, family in enumerate(families):
+        of_family.setdefault(family, []).append(index)
     adjusted: dict[int, float] = {}
-    for family in dict.fromkeys(families):
-        members = [index for index, name in enumerate(families) if name == family]
+    for members in of_family.values():
         adjusted |= dict(zip(members, holm([p_values[index] for index in members]), strict=True))
     return [adjusted[index] for index in range(len(p_values))]
 
@@ -44,10 +47,7 @@ def holm_within_families(families: Sequence[Hashable], p_values: Sequence[float]
 def adjusted_within_families(families: Sequence[Hashable], p_values: Sequence[float], alpha: float) -> list[Adjusted]:
     """Return Holm-adjusted p-values with their levels, in the given order."""
     found = holm_within_families(families, p_values)
-    left = {
-        family: sum(name == family and p >= alpha for name, p in zip(families, found, strict=True))
-        for family in set(families)
-    }
+    left = Counter(family for family, p in zip(families, found, strict=True) if p >= alpha)
     return [Adjusted(p, alpha / max(left[family], 1)) for family, p in zip(families, found, strict=True)]
 
 

@@ -41,12 +41,9 @@ def paired_counts(treatment: BoolArray, control: BoolArray) -> PairedCounts:
         raise ValueError(
             f"need two equally long, non-empty vectors, found shapes {treatment.shape} and {control.shape}"
         )
-    return PairedCounts(
-        both_correct=int(np.sum(treatment & control)),
-        only_treatment=int(np.sum(treatment & ~control)),
-        only_control=int(np.sum(~treatment & control)),
-        neither=int(np.sum(~treatment & ~control)),
-    )
+    parts = (treatment & control, treatment & ~control, ~treatment & control)
+    both, only_treatment, only_control = (int(np.count_nonzero(part)) for part in parts)
+    return PairedCounts(both, only_treatment, only_control, treatment.size - both - only_treatment - only_control)
 
 
 def score_p(counts: PairedCounts) -> float:
@@ -96,7 +93,7 @@ def minimum_detectable_difference(
     """Smallest true paired difference that a two-sided McNemar test detects with `power`; 1.0 if there is none.
 
     Connor (1987), Biometrics 43:207: `n*d^2 = (z_a*sqrt(psi) + z_b*sqrt(psi - d^2))^2`, where psi is the share of
-    questions on which the sides disagree. It is asymptotic; the exact test needs a slightly larger difference.
+    questions on which the sides disagree. It is asymptotic.
     """
     z_alpha, z_power = stats.norm.ppf(1 - alpha / 2), stats.norm.ppf(power)
 
@@ -108,31 +105,3 @@ def minimum_detectable_difference(
     if surplus(discordant_fraction) < 0:
         return 1.0
     return float(optimize.brentq(surplus, 0.0, discordant_fraction))
-
-
-def exact_minimum_detectable_difference(
-    num_questions: int, discordant_fraction: float, alpha: float = 0.05, power: float = 0.8
-) -> float:
-    """Smallest true paired difference that the exact McNemar test detects with `power`; 1.0 if there is none.
-
-    The power is summed over the number of disagreements (binomial) and the number that favour each side (binomial).
-    """
-    numbers = np.arange(num_questions + 1)
-    weights = stats.binom.pmf(numbers, num_questions, discordant_fraction)
-    numbers, weights = numbers[weights > 1e-12], weights[weights > 1e-12]
-    critical = _critical_counts(numbers, alpha)
-
-    def shortfall(difference: float) -> float:
-        share = (discordant_fraction + difference) / (2 * discordant_fraction)
-        rejected = stats.binom.sf(critical - 1, numbers, share) + stats.binom.cdf(numbers - critical, numbers, share)
-        return power - float(np.sum(weights * rejected))
-
-    if shortfall(discordant_fraction) > 0:
-        return 1.0
-    return float(optimize.brentq(shortfall, 0.0, discordant_fraction))
-
-
-def _critical_counts(numbers: npt.NDArray[np.int_], alpha: float) -> npt.NDArray[np.int_]:
-    """Return the smallest count in favour of a side at which the sign test rejects, per number of disagreements."""
-    # isf gives the smallest c with P(X > c) <= alpha/2; counts of c + 1 and more are rejected.
-    return (stats.binom.isf(alpha / 2, numbers, 0.5) + 1).astype(np.int_)

@@ -1,11 +1,10 @@
-"""Accuracy of an arm as a function of the noise level: a joint test for any change, and a slope."""
+"""Accuracy of an arm as a function of the noise level: the slope of a least-squares line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import estimate_difference
@@ -13,7 +12,6 @@ from aqnpipe.statistics.seed_blocks import SeedVariance
 
 FloatArray = npt.NDArray[np.float64]
 
-JOINT_METHOD = "hotelling_t2"
 SLOPE_UNIT = 0.1
 """Slopes are per this difference in relative noise scale."""
 
@@ -33,13 +31,12 @@ def robustness_row(
 ) -> dict[str, Any]:
     """Return the columns of `artifacts.RobustnessTable` computed from outcomes[level][seed, noise seed, question].
 
-    There must be at least two levels. The joint test treats the trained weights and the noise seeds as fixed. With
-    several seeds, the error of the slope includes the seed variance (`seed_variance`: see `SeedBlocks.of_arm`).
+    There must be at least two levels. With several seeds, the error of the slope includes the seed variance
+    (`seed_variance`: see `SeedBlocks.of_arm`).
     """
     means = _means(outcomes)
     slopes = slope_per_question(levels, means)
     estimate = estimate_difference(slopes, np.zeros_like(slopes), seed_variance, clusters)
-    units = means.mean(axis=1) if clusters is None else clusters.collapsed(means.mean(axis=1))
     low, high = estimate.interval(1 - alpha) if estimate.spread is not None else (None, None)
     return {
         "num_seeds": means.shape[1],
@@ -52,7 +49,6 @@ def robustness_row(
         "slope_ci_low": low,
         "slope_ci_high": high,
         "slope_p": estimate.two_sided_p() if estimate.spread is not None else None,
-        **joint_test(units),
     }
 
 
@@ -66,28 +62,3 @@ def slope_per_question(levels: Sequence[float], means: FloatArray) -> FloatArray
     centred = np.asarray(levels, dtype=np.float64) - np.mean(levels)
     weights = centred / np.sum(centred**2) * SLOPE_UNIT
     return np.tensordot(weights, means, axes=(0, 0))
-
-
-def joint_test(means: FloatArray) -> Mapping[str, float | None]:
-    """Test whether means[level, question] have the same mean at all levels; values are None if nothing varies.
-
-    This is Hotelling's T2 on the differences from the first level. It equals the Wald test of a GEE with questions as
-    clusters and an exchangeable or independent working correlation, with an F instead of a chi-squared distribution.
-    Constant or linearly dependent differences carry no information and are excluded (rank of the covariance).
-    """
-    differences = (means[1:] - means[0]).T
-    num_questions = len(differences)
-    mean, covariance = differences.mean(axis=0), np.atleast_2d(np.cov(differences, rowvar=False))
-    rank = int(np.linalg.matrix_rank(covariance, hermitian=True))
-    nothing: dict[str, float | None] = {"joint_f": None, "joint_df1": None, "joint_df2": None, "joint_p": None}
-    if rank == 0 or num_questions <= rank:
-        return nothing
-    squared = num_questions * float(mean @ np.linalg.pinv(covariance, hermitian=True) @ mean)
-    freedom = num_questions - rank
-    value = squared * freedom / (rank * (num_questions - 1))
-    return {
-        "joint_f": value,
-        "joint_df1": float(rank),
-        "joint_df2": float(freedom),
-        "joint_p": float(stats.f.sf(value, rank, freedom)),
-    }

@@ -16,7 +16,7 @@ from scipy import optimize, special, stats
 
 from aqnpipe.statistics.crossed_effects import interaction_variance
 from aqnpipe.statistics.seed_blocks import SeedVariance, combined_variance, guard_ratio, prior_freedom
-from aqnpipe.statistics.spread import Spread, VariancePart, spread_of
+from aqnpipe.statistics.spread import SMALLEST_VARIANCE, Spread, VariancePart, spread_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -27,6 +27,11 @@ _NODES = (201, 51)
 """Equally probable values of a pair's own variance and of the pool."""
 
 _FLOOR_STEPS = 20
+
+_TRIED_BY_SECANT = 6
+
+_SMALLEST_LEVEL = 1e-300
+"""A level whose normal score is finite."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +120,14 @@ def _pool_freedom(num_arms: int, num_seeds: int) -> float:
 
 @dataclass(frozen=True)
 class _PairRule:
-    """Variances and degrees of freedom that the rule gives to pairs whose true variance is 1, all equally probable.
+    """Variances that the rule gives to pairs whose true variance is 1, all equally probable, with degrees of freedom.
 
-    `freedom`: of a pair that does not scatter more than the others.
+    `own_freedom`: of a pair `is_guarded`, which scatters more than the others. `freedom`: of all other pairs.
     """
 
     variances: FloatArray
-    test_freedom: FloatArray
+    is_guarded: npt.NDArray[np.bool_]
+    own_freedom: float
     freedom: float
 
     @property
@@ -131,8 +137,8 @@ class _PairRule:
 
     def inflation(self, tail: float, power: float) -> float:
         """Return the factor of the true variance at which a noncentral t distribution has the power of the rule."""
-        values, inverse = np.unique(self.test_freedom, return_inverse=True)
-        half_widths = -special.stdtrit(values, tail)[inverse] * np.sqrt(self.variances)
+        guarded, others = (-special.stdtrit(freedom, tail) for freedom in (self.own_freedom, self.freedom))
+        half_widths = np.where(self.is_guarded, guarded, others) * np.sqrt(self.variances)
 
         def shortfall(distance: float) -> float:
             return power - float(special.ndtr(distance - half_widths).mean())
@@ -160,12 +166,12 @@ def _pair_rule(own_freedom: float, pool_freedom: float, floor: float) -> _PairRu
         for number, freedom in zip(_NODES, (own_freedom, pool_freedom or 1.0), strict=True)
     )
     if pool_freedom == 0:
-        return _PairRule(np.maximum(own, floor), np.full_like(own, own_freedom), own_freedom)
+        return _PairRule(np.maximum(own, floor), np.zeros_like(own, dtype=bool), own_freedom, own_freedom)
     own, pool = (values.ravel() for values in np.meshgrid(own, pool))
     freedom = own_freedom + prior_freedom(own_freedom, pool_freedom)
     is_guarded = own > guard_ratio(own_freedom, pool_freedom) * pool
     combined = combined_variance(own, own_freedom, pool, pool_freedom)
-    return _PairRule(np.where(is_guarded, own, combined), np.where(is_guarded, own_freedom, freedom), freedom)
+    return _PairRule(np.where(is_guarded, own, combined), is_guarded, own_freedom, freedom)
 
 
 def seeds_needed(parts: VarianceParts, num_questions: int, distance: float, tail: float, power: float) -> int | None:
@@ -200,28 +206,30 @@ def _smallest(
     variance: tuple[float, float],
     test: tuple[float, float, float],
 ) -> int | None:
-    """Return the smallest number of units whose spread makes a distance detectable, from a guess and by bisection.
+    """Return the smallest number of units whose spread makes a distance detectable, by the secant method.
 
-    variance: the part that more units leave, and that of one unit. test: distance, tail, power. The guess is the number
-    that a normal test would need if its variance were known; most searches end within a few steps of it.
+    variance: the part that more units leave, and that of one unit. test: distance, tail, power. The normal score of the
+    test grows nearly in proportion to the inverse standard error: the first two numbers are those of a normal test, the
+    others those of the line through the last two. Most searches try four.
     """
     distance, tail, power = test
     if distance <= 0:
         return None
-
-    def enough(number: int) -> bool:
-        spread = spread_with(number)
-        return spread is None or spread.detects(distance, tail, power)
-
-    left = (distance / float(special.ndtri(1 - tail) + special.ndtri(power))) ** 2 - variance[0]
-    guess = variance[1] / left if left > 0 else math.inf
+    needed, margin = -float(special.ndtri(tail)), float(special.ndtri(power))
     low, high = ends[0] - 1, ends[1] + 1
-    number = round(min(max(guess, ends[0]), ends[1]))
-    step = max(1, number // 16)
+    wanted, last = needed + margin, (0.0, -margin)
+    tried = 0
     while high - low > 1:
-        if enough(number):
-            high, number = number, max(number - step, (low + number) // 2 if low >= ends[0] else low + 1)
-        else:
-            low, number = number, min(number + step, (number + high) // 2 if high <= ends[1] else high - 1)
-        step *= 2
+        left = (distance / wanted) ** 2 - variance[0] if wanted > 0 else math.inf
+        # In case that the line misleads, steps get larger, up to half of what is left.
+        away = min(max(2 ** (tried - _TRIED_BY_SECANT), 1), (high - low) // 2)
+        number = math.ceil(min(max(variance[1] / left if left > 0 else math.inf, low + away), high - away))
+        spread = spread_with(number)
+        level = 0.0 if spread is None else spread.detecting_level(distance, power)
+        low, high = (low, number) if level <= tail else (number, high)
+        place = distance / math.sqrt(max(variance[0] + variance[1] / number, SMALLEST_VARIANCE))
+        score = -float(special.ndtri(min(max(level, _SMALLEST_LEVEL), 0.5)))
+        slope = (score - last[1]) / (place - last[0]) if place != last[0] else 0.0
+        wanted = place + (needed - score) / slope if slope > 0 else math.inf
+        last, tried = (place, score), tried + 1
     return None if high > ends[1] else high

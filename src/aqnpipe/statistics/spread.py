@@ -67,17 +67,17 @@ class Spread:
 
     parts: tuple[VariancePart, ...]
 
-    @property
+    @cached_property
     def variance(self) -> float:
         """Variance of the estimate."""
         return sum(part.variance for part in self.parts)
 
-    @property
+    @cached_property
     def standard_error(self) -> float:
         """Standard error of the estimate."""
         return math.sqrt(self.variance)
 
-    @property
+    @cached_property
     def degrees_of_freedom(self) -> float:
         """Degrees of freedom of the variance, all parts together (Satterthwaite 1946, Biometrics Bull. 2:110)."""
         return self.variance**2 / sum(part.variance**2 / part.degrees_of_freedom for part in self.parts)
@@ -110,11 +110,12 @@ class Spread:
         if self.is_t:
             return float(special.stdtrit(self.parts[0].degrees_of_freedom, probability))
         scales, weights = self._scales
+        heights = weights / scales
         value = float(special.stdtrit(self.degrees_of_freedom, probability))
         for _ in range(_MOST_STEPS):
             # The tail is convex: above the quantile a step leads below it, and from there all lead upwards.
             ratios = value / scales
-            density = float((weights / scales) @ np.exp(-(ratios**2) / 2)) / math.sqrt(2 * math.pi)
+            density = float(heights @ np.exp(-(ratios**2) / 2)) / math.sqrt(2 * math.pi)
             excess = float(weights @ special.ndtr(-ratios)) - (1 - probability)
             # Far above it there is no density; a step takes half of the value at most.
             step = max(excess / density, -value / 2) if density else -value / 2
@@ -131,18 +132,17 @@ class Spread:
         """One-sided p-value of an estimate that is `distance` above the hypothesis."""
         return max(self._tail(distance / self.standard_error), _SMALLEST_TAIL)
 
-    def detects(self, distance: float, tail: float, power: float) -> bool:
-        """Return whether `minimum_detectable` is at most `distance`, in a hundredth of its time.
+    def detecting_level(self, distance: float, power: float) -> float:
+        """Return the level at which a one-sided test detects `distance`, above 0, with `power`.
 
-        The estimate exceeds the lower point of the noncentral t distribution with probability `power`, so it is enough
-        that a one-sided test at level `tail` rejects there.
+        It is at most `tail` if and only if `minimum_detectable` at `tail` is at most `distance`, in a hundredth of the
+        time: the estimate exceeds the lower point of the noncentral t distribution with probability `power`, so it is
+        enough that the test rejects there.
         """
-        if distance <= 0:
-            return False
         freedom, location = self.degrees_of_freedom, distance / self.standard_error
         if freedom > _KNOWN_FREEDOM:
-            return self._tail(location - float(special.ndtri(power))) <= tail
-        return self._tail(float(special.nctdtrit(freedom, min(location, _FAR), 1 - power))) <= tail
+            return self._tail(location - float(special.ndtri(power)))
+        return self._tail(float(special.nctdtrit(freedom, min(location, _FAR), 1 - power)))
 
     def minimum_detectable(self, tail: float, power: float) -> float:
         """Smallest true distance from the hypothesis that a one-sided test at level `tail` detects with `power`.
