@@ -54,7 +54,7 @@ class Scores:
     levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
     model; None with a single seed. `seeds`: of the rows. `bound`: no difference is larger. `by_scorer`: the same
     difference by the other scorers of numbers, if the primary one is of numbers. `clusters`: of the questions; None:
-    each is its own.
+    each is its own. `question_ids`: of the columns.
     """
 
     treatment: FloatArray
@@ -66,6 +66,7 @@ class Scores:
     bound: float = 1.0
     by_scorer: Mapping[str, float] = field(default_factory=dict)
     clusters: Clusters | None = None
+    question_ids: tuple[str, ...] = ()
 
     def estimate(self) -> Estimate:
         """Return the mean difference and what its tests need."""
@@ -230,6 +231,7 @@ class Contrasts:
                 if scorer != primary
             },
             clusters=clusters,
+            question_ids=first[0].levels[treatment.noise_level].question_ids,
         )
 
     def _seed_variance(self, treatment: Side, control: Side, comparison: Comparison) -> SeedVariance | None:
