@@ -145,10 +145,13 @@ def make_smaller(study: dict[str, Any], options: argparse.Namespace) -> dict[str
         smaller["training.micro_batch_size"] = max(n for n in range(1, rows + 1) if sequences % n == 0)
     if not is_vllm_installed():
         smaller["generation"] = {"backend": "transformers"}
-    study["arms_file"] = str(ROOT / "config" / study["arms_file"])
+    changes = write_arms(study, options)
     if isinstance(study.get("statistics", {}).get("published"), str):
         study["statistics"]["published"] = str(ROOT / study["statistics"]["published"])
-    changes = {}
+    for loss_study in study.get("loss_studies", []):
+        for key, value in {"num_texts": options.num_test, "noise_seeds": loss_study["noise_seeds"][:2]}.items():
+            changes[f"loss_studies.{loss_study['name']}: {key}"] = loss_study[key], value
+            loss_study[key] = value
     for machine, settings in study.get("machines", {}).items():
         for fault in settings.get("faults", []):
             if fault["layer"] >= options.layers:
@@ -159,6 +162,22 @@ def make_smaller(study: dict[str, Any], options: argparse.Namespace) -> dict[str
         place = {"training": training, "evaluation": evaluation}.get(section, study)
         changes[key] = place.get(name), value
         place[name] = value
+    return changes
+
+
+def write_arms(study: dict[str, Any], options: argparse.Namespace) -> dict[str, tuple[Any, Any]]:
+    """Write the study's arms with AQN in layers that the small model has; return key -> (shipped, rehearsed)."""
+    arms = yaml.safe_load((ROOT / "config" / study["arms_file"]).read_text(encoding="utf-8"))
+    changes = {}
+    for name in study["arms"]:
+        aqn = arms["arms"][name].get("aqn") or {}
+        if layers := aqn.get("target_layers"):
+            smaller = sorted({min(layer, options.layers - 1) for layer in layers})
+            if smaller != layers:
+                changes[f"arms.{name}: target_layers"], aqn["target_layers"] = (layers, smaller), smaller
+    path = options.output / "arms.yaml"
+    path.write_text(yaml.safe_dump(arms, sort_keys=False), encoding="utf-8")
+    study["arms_file"] = str(path.resolve())
     return changes
 
 

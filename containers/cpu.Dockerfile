@@ -19,7 +19,7 @@ COPY workflow ./workflow
 COPY config ./config
 COPY profiles ./profiles
 # The CPU builds of torch, without the CUDA libraries that the builds on the package index need.
-RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints.txt '.[slurm]'
+RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints.txt '.[slurm,check]'
 
 WORKDIR /work
 ENTRYPOINT ["aqnpipe"]

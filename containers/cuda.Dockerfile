@@ -21,7 +21,7 @@ COPY Snakefile ./
 COPY workflow ./workflow
 COPY config ./config
 COPY profiles ./profiles
-RUN pip install --constraint constraints-cuda.txt '.[slurm,vllm,lm-eval]'
+RUN pip install --constraint constraints-cuda.txt '.[slurm,vllm,lm-eval,check]'
 
 WORKDIR /work
 ENTRYPOINT ["aqnpipe"]

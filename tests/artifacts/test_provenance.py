@@ -1,5 +1,6 @@
 """Code digests: what a stage depends on changes its digest, and nothing else does."""
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import aqnpipe
-from aqnpipe.artifacts.provenance import code_digest, dependencies, versions
+from aqnpipe.artifacts.provenance import code_digest, code_of, dependencies, versions
 
 PACKAGE = Path(aqnpipe.__file__).parent
 RULES = Path(__file__).parents[2] / "workflow" / "rules"
@@ -48,6 +49,104 @@ def test_digest_follows_imports_and_nothing_else(package):
     assert code_digest("pkg.stage", package) == before
     (package / "deep.py").write_text("value = 2\n")
     assert code_digest("pkg.stage", package) != before
+
+
+SOURCE = '''
+"""What the module is for."""
+
+LIMIT = 3
+"""Of what."""
+WORDS = "a # b"  # why
+TEXT = f"{LIMIT} # {WORDS}"
+BYTES = b"#1"
+LINES = """
+one
+
+two # three
+"""
+
+
+class Settings:
+    """Settings."""
+
+    def text(self):
+        """Return a text."""
+        # Why it is so.
+        if WORDS:
+            print(WORDS)
+        return "é", "#", LINES
+'''
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("What the module is for.", "Something else\n\n    with an example: # and so on."),
+        ('"""What the module is for."""\n', ""),
+        ('"""Of what."""\n', ""),
+        ("  # why", ""),
+        ("  # why", "  # because 'it' is \"so"),
+        ("        # Why it is so.\n", "\n\n\n"),
+        ('"""Return a text."""', '"""Return the text, é.\n\n        Raises nothing.\n        """'),
+        ("if WORDS:\n", "if WORDS:   \n\n            # a comment\n    # with less indentation\n"),
+        ("class Settings:\n", "class Settings:  # data\n\n"),
+        ('"#", LINES', '"#", LINES  # é, "'),
+        ("\n", "\r\n"),
+    ],
+)
+def test_comments_and_docstrings_do_not_count(package, edit):
+    path = package / "deep.py"
+    path.write_bytes(SOURCE.replace('"""\none\n\ntwo # three\n"""', '"one"').encode())
+    before = code_digest("pkg.stage", package)
+    edited = path.read_text().replace(*edit)
+    assert edited != path.read_text()
+    path.write_bytes(edited.encode())
+    assert code_digest("pkg.stage", package) == before
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("a # b", "a # c"),
+        ("{LIMIT} # {WORDS}", "{LIMIT} # {LIMIT}"),
+        ("{LIMIT} # {WORDS}", "{LIMIT} #"),
+        ('b"#1"', 'b"#2"'),
+        ("one\n\ntwo", "one\ntwo"),
+        ("two # three", "two"),
+        ("LIMIT = 3", "LIMIT = 4"),
+        ("LIMIT = 3", "# LIMIT = 3"),
+        ('"""Return a text."""', 'return """Return a text."""'),
+        ("        return", "            return"),
+        ('"é", "#"', '"é"  # , "#"'),
+        ('"""Of what."""', "WORDS = 1"),
+    ],
+)
+def test_what_the_code_does_counts(package, edit):
+    path = package / "deep.py"
+    path.write_text(SOURCE)
+    before = code_digest("pkg.stage", package)
+    assert SOURCE.replace(*edit) != SOURCE
+    path.write_text(SOURCE.replace(*edit))
+    assert code_digest("pkg.stage", package) != before
+
+
+def _tree(source):
+    """The parsed source without docstrings, as plain data."""
+    for node in ast.walk(tree := ast.parse(source)):
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                kept = [
+                    item for item in value if not (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
+                ]
+                setattr(node, name, kept)
+    return ast.dump(tree)
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "artifacts").glob("*.py")), ids=lambda path: path.stem)
+def test_code_without_comments_does_the_same(path):
+    code = code_of(path)
+    assert _tree(code) == _tree(path.read_bytes())
+    assert len(code) < path.stat().st_size
 
 
 def test_templates_beside_a_module_count_as_its_source(package):
@@ -110,6 +209,14 @@ def test_no_stage_depends_on_how_it_is_run(stage):
     """So an edit in runtime/ or cli/ repeats no stage."""
     for path in dependencies(stage).values():
         assert path.relative_to(PACKAGE).parts[0] not in ("runtime", "cli"), path
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_stage_reads_docstrings_or_sources(stage):
+    """These would then do something, and the digests leave them out."""
+    readers = re.compile(r"__doc__|getdoc|getcomments|getsource|use_attribute_docstrings|f_lineno|co_firstlineno")
+    for path in dependencies(stage).values():
+        assert not readers.search(path.read_text(encoding="utf-8")), path
 
 
 def test_an_edit_changes_the_digests_of_the_stages_that_need_the_file(copied_package):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -133,6 +134,7 @@ def test_the_page_and_the_exit_code(tmp_path, monkeypatch):
     parts = dict(re.findall(r"(?ms)^## (.*?)\n(.*?)(?=^## |\Z)", page))
     tried = parts["What passed, and what did not"]
     assert "| kernels | passed | 0.0 | 3 passed |" in tried
+    assert f"commit {first_hour._commit(first_hour._CLONE)}, " in page
     assert "| study | did not pass | 0.0 | exit code 1 |" in tried
     left = parts["What was not tried, and why"]
     assert "| costs | no clone |" in left
@@ -142,6 +144,24 @@ def test_the_page_and_the_exit_code(tmp_path, monkeypatch):
     assert "line 9\n" not in parts["The end of broken.log"]
     outcomes["_study"].status = "not tried"
     assert try_out(Path("out"), [], None, 1, print)
+
+
+def test_the_page_names_the_commit(tmp_path):
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert first_hour._commit(tmp_path) == "unknown (the package runs from no clone)"
+    git("init", "--initial-branch", "main")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "--message", "first")
+    git("tag", "v1")
+    commit = git("rev-parse", "HEAD")
+    assert first_hour._commit(tmp_path) == commit
+    (tmp_path / "file").write_text("b")
+    assert first_hour._commit(tmp_path) == f"{commit}-dirty"
 
 
 def test_a_page_is_no_json():

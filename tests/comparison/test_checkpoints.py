@@ -42,8 +42,8 @@ def evaluation(name, levels, *, weights=None, setting=None, problems=()):
             "accuracy": float(found.correct.mean()),
             "ci_low": 0.0,
             "ci_high": 1.0,
-            "truncated_fraction": 0.0,
-            "parse_failure_fraction": 0.25 if name == "mute" else 0.0,
+            "truncated_fraction": 0.5 if name == "long" else 0.0,
+            "parse_failure_fraction": {"mute": 0.25, "long": 0.02}.get(name, 0.0),
         }
         for level, found in levels.items()
     ]
@@ -139,8 +139,12 @@ def test_the_report_says_what_it_does_not_show():
     report = report_of([A, evaluation("mute", dict(B.levels))], {"a": "./a", "mute": "./b"}, "gsm8k", SPEC, 0.05)
     assert "needs several runs" in report.notes[0]
     assert (report.data, report.prompt) == ("gsm8k", "style plain, layout bare, instruction 'Think .'")
-    assert any(note.startswith("mute: ") and "found no answer" in note for note in report.notes)
+    no_answer = "% of the responses have no answer that the scorer found, and count as wrong."
+    assert f"mute: up to 25{no_answer}" in report.notes
     assert not any(note.startswith("a: ") for note in report.notes)
+    report = report_of([A, evaluation("long", dict(B.levels))], {"a": "./a", "long": "./b"}, "gsm8k", SPEC, 0.05)
+    cut = "up to 50% of the responses were cut off at the token limit; "
+    assert f"long: {cut}up to 2{no_answer}" in report.notes
 
 
 def test_the_interval_of_a_difference_says_what_its_adjusted_p_says():

@@ -51,7 +51,7 @@ def test_all_mistakes_are_named_and_further_ones_counted(tmp_path):
         load_yaml(tmp_path / "x.yaml", LoraConfig)
     assert str(caught.value).endswith(
         "x.yaml: rank: found 0, expected at least 1; alpha: found 'x', expected a number; dropout: found 2, expected a "
-        "number below 1; and 1 more mistake"
+        "number below 1 (did you mean 0.02?); and 1 more mistake"
     )
 
 

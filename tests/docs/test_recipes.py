@@ -1,10 +1,12 @@
-"""The recipe for torchrun does what its page says."""
+"""Recipes do what their pages say."""
 
 import re
 import shlex
 import sys
+import types
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "torchrun.md"
@@ -27,3 +29,27 @@ def test_torchrun_prints_the_line_of_the_page(command_line, tmp_path, monkeypatc
     ranks, line = output.strip().splitlines()[:-1], output.strip().splitlines()[-1]
     assert line in done.stderr.splitlines()
     assert sorted(each.split(":")[0] for each in done.stdout.splitlines()) == sorted(each[:6] for each in ranks)
+
+
+def test_a_tracker_gets_the_metrics_of_every_run(tmp_path, monkeypatch):
+    """By the code of the page, with a stand-in for trackio: the values that it gets are the whole point."""
+    sent = []
+    tracker = types.ModuleType("trackio")
+    tracker.init = lambda **settings: sent.append((settings["name"], settings["config"], []))
+    tracker.log = lambda values, step: sent[-1][2].append((step, values))
+    tracker.finish = lambda: None
+    monkeypatch.setitem(sys.modules, "trackio", tracker)
+    monkeypatch.chdir(tmp_path)
+    for seed in (0, 1):
+        folder = Path("results/runs/base/E5", f"seed{seed}")
+        folder.mkdir(parents=True)
+        rows = {"step": [1, 2], "reward_mean": [0.25, 0.5 + seed], "validation_accuracy": [None, 0.75]}
+        pl.DataFrame(rows).write_parquet(folder / "metrics.parquet")
+    page = PAGE.with_name("trackers.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(compile(program, "trackers.md", "exec"), {})
+    assert [(name, config["seed"]) for name, config, _ in sent] == [("E5 seed0", "seed0"), ("E5 seed1", "seed1")]
+    assert sent[1][2] == [
+        (1, {"reward_mean": 0.25}),
+        (2, {"reward_mean": 1.5, "validation_accuracy": 0.75}),
+    ]

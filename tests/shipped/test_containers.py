@@ -20,5 +20,14 @@ def test_an_image_has_what_the_package_links_to(file):
     assert text.rindex("COPY profiles") < text.index("RUN pip install")
 
 
+@pytest.mark.parametrize("file", CONTAINERS, ids=lambda path: path.stem)
+def test_an_image_installs_what_the_tests_of_kernels_need(file):
+    """As `make setup` does on devices, for `aqnpipe doctor --try`."""
+    extras = re.search(r"'\.\[(.*?)\]'", file.read_text(encoding="utf-8"))[1].split(",")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    on_devices = re.search(rf"(?m)^EXTRAS_{file.stem} := (\S+)$", makefile)
+    assert {*on_devices[1].split(","), "check"} == set(extras)
+
+
 def test_there_are_container_files():
     assert [path.stem for path in CONTAINERS] == ["cpu", "cuda"]

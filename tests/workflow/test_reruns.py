@@ -158,7 +158,7 @@ def test_another_branch_and_back_repeats_nothing(copy_of):
     git("commit", "--message", "first")
     git("checkout", "-b", "other")
     for path in files_of(copy_of.folder / "workflow" / "scripts"):
-        path.write_text(path.read_text() + "\n# on the other branch\n")
+        path.write_text(path.read_text() + "\nEDITED = True\n")
     git("commit", "--all", "--message", "second")
     planned = copy_of.planned()
     assert planned["train"] == 2
@@ -174,12 +174,20 @@ def test_the_package_in_another_place_repeats_nothing_and_an_edited_one_what_dep
         path.touch()
     assert copy_of.planned_cold(source) == {}
     module = source / "aqnpipe" / "statistics" / "paired.py"
-    module.write_text(module.read_text() + "\n# edited\n")
+    module.write_text(module.read_text() + "\nEDITED = True\n")
     assert copy_of.planned_cold(source) == REPORTED
     lock = source / "aqnpipe" / "runtime" / "file_lock.py"
-    lock.write_text(lock.read_text() + "\n# edited\n")
+    lock.write_text(lock.read_text() + "\nEDITED = True\n")
     shutil.copy(ROOT / "src" / "aqnpipe" / "statistics" / "paired.py", module)
+    for path in source.rglob("*.py"):
+        path.write_text(path.read_text().replace('"""', '"""In other words: ', 1) + "\n# a comment\n")
     assert copy_of.planned_cold(source) == {}
+
+
+def test_a_comment_in_a_workflow_script_repeats_nothing(copy_of):
+    for script in (copy_of.folder / "workflow" / "scripts").glob("*.py"):
+        script.write_text(script.read_text().replace('"""Adapter', '"""The adapter') + "\n# a comment\n")
+    assert copy_of.planned() == {}
 
 
 def test_an_edited_workflow_script_repeats_its_rule_and_what_follows(copy_of):

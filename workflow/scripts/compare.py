@@ -10,4 +10,6 @@ from aqnpipe.runtime.jobs import logged_job
 with logged_job(Path(snakemake.log[0])):
     plan = plan_of(snakemake.params.study)
     looks = read_looks(plan.results, len(snakemake.input.looks))
-    compare(plan.study, existing_evaluations(plan), ComparisonOutputs.in_folder(Path(plan.results)), looks)
+    results = Path(plan.results)
+    outputs = ComparisonOutputs.in_folder(results)
+    compare(plan.study, existing_evaluations(plan), outputs, looks, results / "data" / "test.parquet")

@@ -247,6 +247,27 @@ class AAControlRate(Artifact):
     ci_high: float
 
 
+SegmentBy = Literal["kind", "steps"]
+
+
+class SegmentEffect(Artifact):
+    """The difference of a claim, in fractions, on the questions of one segment. Descriptive, no part of a family.
+
+    `by`: `kind`, the cluster of the questions, such as the kind of problem; `steps`, the lines of the worked answer
+    before `####`. The interval is over the segment's clusters, or over its questions where `num_clusters` is null, and
+    over seeds where there are several, by the variance of the compared arms alone.
+    """
+
+    comparison_id: str
+    by: SegmentBy
+    segment: str
+    num_questions: int
+    num_clusters: int | None
+    difference: float
+    ci_low: float
+    ci_high: float
+
+
 class LookDesign(Artifact):
     """results/looks/design.json: what is fixed before the first look, because a change would void the error rates.
 
@@ -314,7 +335,8 @@ class ClaimsFile(Artifact):
 
     `missing`: evaluations that the study requests and that do not exist, as `model/arm seed S step N`.
     `answer`: the sentence on the primary claim; null without one. `looks`: of a study that adds seeds, in order.
-    `tables_sha256`: digests of the tables written with this file, by file name.
+    `segments`: of the primary claim, else of the first. `tables_sha256`: digests of the tables written with this file,
+    by file name.
     """
 
     alpha: float
@@ -326,6 +348,7 @@ class ClaimsFile(Artifact):
     missing: tuple[str, ...] = ()
     answer: Statement | None = None
     looks: tuple[LookFile, ...] = ()
+    segments: tuple[SegmentEffect, ...] = ()
     tables_sha256: dict[str, str] = Field(default_factory=dict)
 
 

@@ -46,7 +46,7 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
     inputs = inputs_of(plan)
     with atomic_path(target) as folder:
         folder.mkdir()
-        compare(plan.study, evaluations, ComparisonOutputs.in_folder(folder), looks)
+        compare(plan.study, evaluations, ComparisonOutputs.in_folder(folder), looks, inputs.test_problems)
         if published is not None:
             write_json(folder / "published.json", check_published_file(Path(published)))
         losses = {claims: folder / "loss_study" / claims.parent.name / claims.name for claims in inputs.loss_studies}

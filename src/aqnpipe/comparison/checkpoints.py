@@ -140,13 +140,15 @@ def _notes(evaluations: Sequence[LoadedEvaluation], alpha: float) -> Iterator[st
         )
     for evaluation in evaluations:
         rows = evaluation.accuracy.to_dicts()
-        cut_off = max(float(row["truncated_fraction"]) for row in rows)
-        unanswered = max(float(row["parse_failure_fraction"]) for row in rows)
-        if max(cut_off, unanswered) > _MANY:
-            yield (
-                f"{evaluation.source.model}: up to {cut_off:.0%} of the responses were cut off at the token limit, and "
-                f"in up to {unanswered:.0%} the scorer found no answer; both count as wrong."
-            )
+        shares = {
+            "were cut off at the token limit": max(row["truncated_fraction"] for row in rows),
+            "have no answer that the scorer found, and count as wrong": max(
+                row["parse_failure_fraction"] for row in rows
+            ),
+        }
+        if max(shares.values()) > _MANY:
+            said = (f"up to {share:.0%} of the responses {text}" for text, share in shares.items() if share >= 0.005)
+            yield f"{evaluation.source.model}: {'; '.join(said)}."
         for problem in evaluation.problems:
             yield f"not used: {problem.text}"
 

@@ -70,8 +70,8 @@ class Scores:
     levels. `seed_variance`: variance of this difference between training seeds, moderated by the other arms of the
     model; None with a single seed. `seeds`: of the rows. `bound`: no difference is larger. `by_scorer`: the same
     difference by the other scorers of numbers, if the primary one is of numbers. `clusters`: of the questions; None:
-    each is its own. `draws`: differences [noise draw, question], averaged over seeds. `batches`: of the questions;
-    None: not known, or they are the clusters.
+    each is its own. `question_ids`: of the columns. `draws`: differences [noise draw, question], averaged over seeds.
+    `batches`: of the questions; None: not known, or they are the clusters.
     """
 
     treatment: FloatArray
@@ -83,6 +83,7 @@ class Scores:
     bound: float = 1.0
     by_scorer: Mapping[str, float] = field(default_factory=dict)
     clusters: Clusters | None = None
+    question_ids: tuple[str, ...] = ()
     draws: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
     batches: Batches | None = None
 
@@ -254,6 +255,7 @@ class Contrasts:
             clusters=pairs[0][0].levels[treatment.noise_level].clusters,
             draws=draws,
             batches=pairs[0][0].levels[treatment.noise_level].batches,
+            question_ids=pairs[0][0].levels[treatment.noise_level].question_ids,
         )
 
     def _side_scores(self, side: Side, number: int) -> _SideScores:

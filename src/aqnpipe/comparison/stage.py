@@ -23,7 +23,8 @@ from aqnpipe.artifacts.comparisons import (
     LookFile,
     RobustnessTable,
 )
-from aqnpipe.artifacts.files import read_json, write_csv, write_json, write_table
+from aqnpipe.artifacts.files import read_json, read_table, write_csv, write_json, write_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.aa_controls import aa_control_rates
@@ -49,6 +50,7 @@ from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, lo
 from aqnpipe.comparison.identity import comparison_ids, error_families
 from aqnpipe.comparison.judgement import Judgement, Tested, adjusted_tests, difference_rows, evidence_of, judge
 from aqnpipe.comparison.lineage import lineage_problems
+from aqnpipe.comparison.segments import segment_effects
 from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
@@ -124,11 +126,16 @@ def _rollouts(plan: StudyPlan, model: str, arm: str, seed: int) -> str | None:
 
 
 def compare(
-    study: Study, evaluations: Sequence[EvaluationInput], outputs: ComparisonOutputs, looks: Sequence[LookFile] = ()
+    study: Study,
+    evaluations: Sequence[EvaluationInput],
+    outputs: ComparisonOutputs,
+    looks: Sequence[LookFile] = (),
+    problems: Path | None = None,
 ) -> None:
     """Test every comparison on the last steps; write accuracies of all checkpoints, comparisons, robustness and claims.
 
-    looks: of a study that adds seeds, all of them; they decide its claims.
+    looks: of a study that adds seeds, all of them; they decide its claims. problems: file of the test questions, for
+    effects by segment.
     A comparison that is not meaningful, or whose evaluations do not all exist, gets the verdict `invalid` and the
     reason. Raises DataError if a file is malformed.
     """
@@ -164,6 +171,9 @@ def compare(
             missing=missing_evaluations(study, set(loaded)),
             answer=answer_of(claims, rows, decided, comparison_ids(study.comparisons()), settings.power),
             looks=tuple(looks),
+            segments=()
+            if problems is None or not problems.is_file()
+            else segment_effects(compared_pairs, read_table(problems, ProblemTable), settings.alpha),
             tables_sha256=sha256_of_files(
                 {
                     path.name: path

@@ -167,7 +167,8 @@ def _expected(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
         case "greater_than_equal":
             return f"at least {context['ge']:g}"
         case "less_than":
-            return f"a number below {context['lt']:g}"
+            is_percent = context["lt"] == 1 and isinstance(value, int | float) and 1 <= value < 100
+            return f"a number below {context['lt']:g}" + (f" (did you mean {value / 100:g}?)" if is_percent else "")
         case "less_than_equal":
             return f"at most {context['le']:,}"
         case "string_too_long":

@@ -230,10 +230,12 @@ def _gradients_of(arguments: Arguments, batch: int, head: int) -> tuple[Sequence
     weights, value = whole.weights, whole.value
     towards, size = gradient @ value.T, np.abs(gradient) @ np.abs(value).T
     scores = weights * (towards - (weights * towards).sum(-1, keepdims=True)) * whole.scale
-    largest = weights * (size + (weights * size).sum(-1, keepdims=True)) * whole.scale
+    # Weights below the smallest normal number may be zero in the kernel; where one key has all the weight, the
+    # gradients of queries and keys consist of them.
+    uncertain = 4 * whole.slack * weights + torch.finfo(torch.float32).tiny
+    largest = uncertain * (size + (weights * size).sum(-1, keepdims=True)) * whole.scale
     exact = (scores @ whole.key, scores.T @ whole.query, weights.T @ gradient)
-    sizes = (largest @ np.abs(whole.key), largest.T @ np.abs(whole.query), weights.T @ np.abs(gradient))
-    return exact, [4 * whole.slack * magnitude for magnitude in sizes]
+    return exact, (largest @ np.abs(whole.key), largest.T @ np.abs(whole.query), uncertain.T @ np.abs(gradient))
 
 
 def _chosen_head(arguments: Arguments, rng: np.random.Generator) -> tuple[int, int] | None:
@@ -280,8 +282,9 @@ def _sample_rows(
     index = rng.integers(0, exact.size, min(count, exact.size))
     row, column = np.unravel_index(index, exact.shape)
     place = (np.full(len(index), lead[0]), np.full(len(index), lead[1]), rows[row], column)
-    half = torch.finfo(result.dtype).eps * np.abs(exact[row, column])
-    return Sampled(in_memory(result, place), exact[row, column], slack[row, column] + half, at(result, place))
+    info = torch.finfo(result.dtype)
+    allowed = slack[row, column] + info.eps * np.abs(exact[row, column]) + info.tiny
+    return Sampled(in_memory(result, place), exact[row, column], allowed, at(result, place))
 
 
 # -- convolution -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import altair as alt
 import polars as pl
 from markupsafe import Markup
 
-from aqnpipe.artifacts.comparisons import ClaimAtLook
+from aqnpipe.artifacts.comparisons import ClaimAtLook, SegmentBy, SegmentEffect
 from aqnpipe.report import numbers
 from aqnpipe.report.markup import INK, MUTED, described, render_svg, series_colour, series_dash, small_dot
 from aqnpipe.report.words import Words, at_noise
@@ -277,6 +277,32 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
         words("alt.differences", reference=reference),
         wide=wide,
     )
+
+
+def segment_panel(segments: Sequence[SegmentEffect], by: SegmentBy, words: Words) -> Panel:
+    """Return the difference of one claim in every segment, as a dot with its interval."""
+
+    def about(row: Mapping[str, Any]) -> str:
+        interval = words.span(row["ci_low"], row["ci_high"], numbers.points)
+        size, difference = row["num_questions"], row["difference"]
+        text = words("mark.segment", segment=row["segment"], questions=size, difference=difference, interval=interval)
+        return described("", text)
+
+    fields = {"segment", "num_questions", "difference", "ci_low", "ci_high"}
+    rows = told(pl.DataFrame([one.model_dump(include=fields) for one in segments]), about)
+    rows = rows.with_columns(pl.col("difference", "^ci_.*$") * 100, pl.col("segment").alias("arm"))
+    names, title = [one.segment for one in segments], words("axis.difference")
+    base = alt.Chart(rows, width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names)).encode(_arm_axis(names))
+    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
+    chart = alt.layer(
+        zero.encode(alt.X("zero:Q").title(title)),
+        base.mark_rule(strokeWidth=2, color=INK).encode(alt.X("ci_low:Q").title(title), alt.X2("ci_high:Q")),
+        base.mark_point(filled=True, size=44, opacity=1, color=INK).encode(
+            alt.X("difference:Q").title(title), description="about:N"
+        ),
+    )
+    heading = words(f"segment.{by}")
+    return panel(heading, chart, words("alt.segments", by=heading))
 
 
 def look_panel(looks: Sequence[ClaimAtLook], claim: str, words: Words) -> Panel:

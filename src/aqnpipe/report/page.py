@@ -113,10 +113,12 @@ def sections(study: Study, data: ReportData, scales: Sequence[MachineScale], wor
     is_long = len(tables.arm_table(study, last_steps(data.accuracy), words).rows) > charts.MANY_ARMS
     costs, compared = cost_figure(study, data, words), tables.comparison_table(data.comparisons, words)
     checks = tables.comparison_checks(data.comparisons, words)
+    segments = segment_figure(data.claims, words)
     comparisons = (
         Part("caption", words("comparisons.caption", power=study.config.statistics.power)),
         Part("table", compared),
         Part("folded", (Part("table", checks),), checks.caption),
+        *([Part("figure", segments, stem="segments")] if segments else []),
     )
     found = [
         of_models("accuracy", "accuracy.none", folded=words("accuracy.figure") if is_long else ""),
@@ -228,6 +230,26 @@ def look_figure(claims: ClaimsFile, words: Words) -> Figure | None:
         if (looks := [one for one in tested if one.comparison_id == claim.comparison_id])
     ]
     caption = words("looks.caption", shown=len(panels), all=len(claims.claims))
+    return Figure(caption, (PanelGroup(panels),), (table,), is_open=True)
+
+
+def segment_figure(claims: ClaimsFile, words: Words) -> Figure | None:
+    """Return the effect of one claim by segment of the questions, as pictures and a table; None without segments."""
+    if not claims.segments:
+        return None
+    ways = dict.fromkeys(one.by for one in claims.segments)
+    by_way = {by: [one for one in claims.segments if one.by == by] for by in ways}
+    first = claims.segments[0].comparison_id
+    claim = next((claim_text(claim, words) for claim in claims.claims if claim.comparison_id == first), first)
+    columns = (
+        "segment_by=by:segment. segment questions=num_questions:count clusters=num_clusters difference:signed_points "
+        "interval=ci:spans_signed_points"
+    )
+    table = table_of(
+        "segments", words("segments.table"), map(vars, claims.segments), columns, words, num_text_columns=2
+    )
+    caption = words("segments.caption", claim=claim, level=1 - claims.alpha)
+    panels = [charts.segment_panel(segments, by, words) for by, segments in by_way.items()]
     return Figure(caption, (PanelGroup(panels),), (table,), is_open=True)
 
 

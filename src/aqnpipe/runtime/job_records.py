@@ -24,7 +24,7 @@ from snakemake.settings.enums import RerunTrigger
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.files import read_json, write_json, write_text
-from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.provenance import code_of, sha256_of_file
 from aqnpipe.errors import DataError
 
 _NS_UNTIL_SETTLED = 2_000_000_000
@@ -139,10 +139,10 @@ class JobRecords(FilePersistence):
         return {checksum}
 
     def _now(self, job: Any) -> JobRecord:
-        script = job.rule.script and self._digests(job.rule.basedir.join(job.rule.script).get_path_or_uri(True))
+        script = job.rule.script and code_of(Path(job.rule.basedir.join(job.rule.script).get_path_or_uri(True)))
         return JobRecord(
             parameters=hashlib.sha256("\n".join(self._params(job)).encode()).hexdigest(),
-            script=script,
+            script=hashlib.sha256(script).hexdigest() if script else None,
             inputs=self._of(job.input),
             outputs=self._of(job.output),
         )

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import psutil
 import yaml
 
+import aqnpipe
 from aqnpipe.artifacts.files import write_text
 from aqnpipe.cli.doctor.checks import OPTIONAL, Item, install_advice
 from aqnpipe.config.yaml_file import read_yaml_file
@@ -36,6 +37,7 @@ PAGE = "first-hour.md"
 _KERNEL_TESTS = ("tests/gpu", "tests/noise/kernels", "tests/benchmarks/test_gemm_cuda.py")
 _COSTS = {"cuda": ("benchmarks/noise_overhead_cuda.py",), "cpu": ("benchmarks/noise_overhead.py", "--rounds", "3")}
 _NO_CLONE = "needs a clone of the repository, and pytest there"
+_CLONE = Path(aqnpipe.__file__).parents[2]
 _TAIL = 30
 
 
@@ -215,8 +217,9 @@ def _page(attempt: Attempt, outcomes: Sequence[Outcome], machine: Sequence[Item]
     tried = [[o.name, o.status, f"{o.minutes:.1f}", "; ".join(o.found)] for o in outcomes]
     blocks = [
         "# The first hour of aqnpipe on a machine",
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, aqnpipe {version('aqnpipe')}, Python {platform.python_version()}, "
-        f"torch {version('torch')}, {attempt.device.label}. Made by `aqnpipe doctor --try`.",
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, aqnpipe {version('aqnpipe')}, commit {_commit(_CLONE)}, "
+        f"Python {platform.python_version()}, torch {version('torch')}, {attempt.device.label}. "
+        "Made by `aqnpipe doctor --try`.",
         "## What passed, and what did not",
         _table(("what", "result", "minutes", "found"), tried),
     ]
@@ -241,6 +244,16 @@ def _page(attempt: Attempt, outcomes: Sequence[Outcome], machine: Sequence[Item]
             tail = outcome.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
             blocks += [f"## The end of {outcome.log.name}", "\n".join(["```", *tail, "```"])]
     return "\n\n".join(blocks) + "\n"
+
+
+def _commit(clone: Path) -> str:
+    """Return the commit of the clone that the package runs from, with "-dirty" if files differ from it."""
+    git = shutil.which("git")
+    if git is None or not (clone / ".git").exists():
+        return f"unknown ({'the package runs from no clone' if git else 'git is not installed'})"
+    command = [git, "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    return done.stdout.strip() or f"unknown ({done.stderr.strip()})"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
