@@ -24,6 +24,7 @@ from aqnpipe.cli.front_door import (
     shown_path,
     workers_problem,
 )
+from aqnpipe.cli.memory_estimate import declared_megabytes
 from aqnpipe.cli.report import PARTIAL
 from aqnpipe.comparison.look_states import progress, register_design, registered_design
 from aqnpipe.config.analysis import PRETRAINED
@@ -73,6 +74,7 @@ except AqnpipeError as error:
 
 STUDY = PLAN.study
 RESULTS = PLAN.results
+memory_mb = cache(partial(declared_megabytes, PLAN))
 HAS_PARITIES = bool(PLAN.all_parities())  # without them no job of thousands needs a function that finds its file
 
 # Snakemake opens its records after it has read this file, and has no setting for others.
