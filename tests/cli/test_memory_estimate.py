@@ -7,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from aqnpipe.cli.main import app
-from aqnpipe.cli.memory_estimate import evaluation_memory, memory_per_device, training_memory
+from aqnpipe.cli.memory_estimate import declared_megabytes, evaluation_memory, memory_per_device, training_memory
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import ConfigError
@@ -222,3 +222,44 @@ def test_given_checkpoints_that_no_device_can_hold_are_refused():
     refused = CliRunner().invoke(app, [*command, "--memory", "10"])
     assert isinstance(refused.exception, ConfigError)
     assert "evaluation of" in str(refused.exception)
+
+
+def on_cpu(results, **training):
+    study = yaml.safe_load(Path("config/smoke.yaml").read_text())
+    study["training"].update(training)
+    study.update(device="cpu", arms_file="config/arms.yaml", results_dir=str(results))
+    return StudyPlan(load_study(study, "config/smoke.yaml"))
+
+
+def record(results, rule, *peaks):
+    folder = Path(results) / "benchmarks" / rule
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, peak in enumerate(peaks):
+        (folder / f"{number}.tsv").write_text(f"s\tmax_rss\tcpu_time\n12.00\t{peak}\t34.00\n")
+
+
+def test_a_rule_declares_the_largest_recorded_peak_and_a_quarter_more(tmp_path):
+    plan = on_cpu(tmp_path)
+    record(tmp_path, "train", 1000.0, 1200.0, 900.0)
+    assert declared_megabytes(plan, "train") == 1500
+    record(tmp_path, "evaluate", 800.0)
+    assert declared_megabytes(plan, "evaluate") == 1000
+    assert declared_megabytes(plan, "train") == 1500
+
+
+def test_costs_that_a_killed_job_left_do_not_count(tmp_path):
+    plan = on_cpu(tmp_path)
+    estimated = declared_megabytes(plan, "train")
+    record(tmp_path, "train", "")
+    (tmp_path / "benchmarks" / "train" / "cut.tsv").write_bytes(b"s\tmax_r\xff")
+    assert declared_megabytes(plan, "train") == estimated
+
+
+def test_before_the_first_job_a_rule_declares_an_estimate_that_grows_with_workers_and_models(tmp_path):
+    """FSDP on the tiny study peaked at 4,737 MB, one worker at 1,194 MB."""
+    one, two = on_cpu(tmp_path), on_cpu(tmp_path, num_workers=2, parallelism="fsdp", micro_batch_size=8)
+    assert declared_megabytes(one, "train") > 1.25 * 1194
+    assert declared_megabytes(two, "train") > 1.25 * 4737
+    assert declared_megabytes(two, "evaluate") == declared_megabytes(one, "evaluate") == 3131
+    on_devices = declared_megabytes(plan("qwen2.5-1.5b"), "train")
+    assert on_devices == pytest.approx(1.25 * 8 * (2500 + 2 * SMALL * 2 / 1e6), rel=1e-3)

@@ -17,6 +17,7 @@ from aqnpipe.artifacts.provenance import code_digest
 from aqnpipe.artifacts.retention import why_weights_are_gone
 from aqnpipe.cli.check import announcement
 from aqnpipe.cli.job_devices import device_problem, shards_problem, shards_without_devices, workers_problem
+from aqnpipe.cli.memory_estimate import declared_megabytes
 from aqnpipe.cli.report import PARTIAL
 from aqnpipe.cli.study import open_study
 from aqnpipe.comparison.look_states import progress, register_design, registered_design
@@ -68,6 +69,7 @@ except AqnpipeError as error:
 
 STUDY = PLAN.study
 RESULTS = PLAN.results
+memory_mb = cache(partial(declared_megabytes, PLAN))
 HAS_PARITIES = bool(PLAN.all_parities())  # without them no job of thousands needs a function that finds its file
 
 # Snakemake opens its records after it has read this file, and has no setting for others.

@@ -28,7 +28,7 @@ for KIND, MACHINES in PLAN.diagnosed_by_kind().items():
             "../envs/aqnpipe.yaml"
         threads: STUDY.config.diagnosis.threads
         resources:
-            mem_mb=4000,
+            mem_mb=memory_mb("srdd_diagnose"),
         params:
             machine=lambda wildcards: PLAN.diagnosed_machine(wildcards.machine),
             diagnosis=STUDY.config.diagnosis.model_dump(mode="json"),

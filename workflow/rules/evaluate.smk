@@ -27,7 +27,7 @@ rule evaluate:
         "../envs/aqnpipe.yaml"
     threads: evaluation_threads("evaluate")
     resources:
-        mem_mb=4000,
+        mem_mb=memory_mb("evaluate"),
     params:
         spec=lambda wildcards: PLAN.evaluation_spec(**wildcards),
         code=code_digest("aqnpipe.evaluation.stage"),
@@ -68,7 +68,7 @@ if EVALUATES_RUNS:
             "../envs/aqnpipe.yaml"
         threads: evaluation_threads("evaluate_run")
         resources:
-            mem_mb=4000,
+            mem_mb=memory_mb("evaluate"),
         params:
             specs=lambda wildcards: PLAN.evaluation_specs(**wildcards),
             code=code_digest("aqnpipe.evaluation.stage"),

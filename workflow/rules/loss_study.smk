@@ -20,7 +20,7 @@ rule loss_study:
         "../envs/aqnpipe.yaml"
     threads: lambda wildcards: PLAN.loss_study_threads(wildcards.model, wildcards.name)
     resources:
-        mem_mb=4000,
+        mem_mb=memory_mb("loss_study"),
     params:
         spec=lambda wildcards: PLAN.loss_study_spec(wildcards.model, wildcards.name),
         code=code_digest("aqnpipe.loss_study.stage"),

@@ -32,7 +32,7 @@ for KIND, MACHINES in PLAN.evaluated_by_kind().items():
             "../envs/aqnpipe.yaml"
         threads: lambda wildcards: threads_on(wildcards.machine)
         resources:
-            mem_mb=4000,
+            mem_mb=memory_mb("evaluate_on_machine"),
         params:
             spec=lambda wildcards: ON_MACHINE[wildcards.machine].evaluation_spec(**of_checkpoint(wildcards)),
             code=code_digest("aqnpipe.evaluation.stage"),

@@ -22,7 +22,7 @@ for KIND, MACHINES in PLAN.measured_by_kind().items():
         conda:
             "../envs/aqnpipe.yaml"
         resources:
-            mem_mb=4000,
+            mem_mb=memory_mb("measure_parity"),
         params:
             spec=lambda wildcards: PLAN.parity_spec(**wildcards),
             code=code_digest("aqnpipe.parity.stage"),

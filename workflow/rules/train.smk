@@ -27,7 +27,7 @@ rule train:
         "../envs/aqnpipe.yaml"
     threads: PLAN.training_threads()
     resources:
-        mem_mb=PLAN.training_memory_mb(),
+        mem_mb=memory_mb("train"),
     params:
         spec=lambda wildcards: PLAN.training_spec(wildcards.arm, int(wildcards.seed)),
         code=code_digest("aqnpipe.training.stage"),

@@ -36,7 +36,7 @@ _ADAM_MOMENTS = 2
 # A run keeps two resume points while it writes the next one.
 _RESUME_POINTS = 3
 # A GSM8K question with a chat template and an instruction. The estimate states it, and --prompt-tokens changes it.
-_USUAL_PROMPT_TOKENS = 150.0
+USUAL_PROMPT_TOKENS = 150.0
 # A GSM8K question and its worked answer, with 235 and 287 characters on average.
 _USUAL_EXAMPLE_TOKENS = 180.0
 
@@ -246,7 +246,7 @@ def mean_prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float
         length = fmean(_count_words(problem.question) for problem in problems)
         length += examples * fmean(_count_words(f"{problem.question} {problem.answer}") for problem in problems)
         return length, f"prompts of {length:.0f} tokens"
-    length = _USUAL_PROMPT_TOKENS + examples * _USUAL_EXAMPLE_TOKENS
+    length = USUAL_PROMPT_TOKENS + examples * _USUAL_EXAMPLE_TOKENS
     return length, f"prompts of {length:g} tokens (--prompt-tokens)"
 
 

@@ -1,4 +1,4 @@
-"""Memory of one device during training, from the configuration of a study and the shape of its model.
+"""Memory of one device during training, from the configuration of a study and the shape of its model; of jobs on a CPU.
 
 Three moments have different needs: rollouts and validations (all weights and the cache of keys and values), and the
 forward and backward passes (logits, activations). All have what is always there: weights, gradients, moments and the
@@ -7,16 +7,18 @@ reference. The formulas and what they leave out: docs/cost-estimate.md.
 
 from collections.abc import Mapping
 from math import ceil, floor
+from pathlib import Path
 
 from pydantic import Field
 
-from aqnpipe.cli.cost_estimate import BYTES, uses_vllm_for_rollouts
+from aqnpipe.cli.cost_estimate import BYTES, USUAL_PROMPT_TOKENS, uses_vllm_for_rollouts
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.shapes import ModelShape, shape_of
+from aqnpipe.runtime.device_allocation import computes_on_cpu
 
 DEVICE_GIGABYTES = {"cuda": 80.0, "npu": 64.0}
 """Memory of the devices of the published studies: A100-SXM4-80GB and Ascend 910C."""
@@ -38,6 +40,8 @@ _HIDDEN_VALUES = 10
 _RUNTIME = 2.5e9
 _LARGEST_SHARE = 0.95
 """Of a device that vLLM can have; the rest is the context of torch."""
+_MARGIN = 1.25
+"""Of a job's declared memory over its expected peak: samples every 5 s miss short peaks, and batches differ."""
 
 
 class MemoryEstimate(FrozenModel):
@@ -213,6 +217,38 @@ def evaluation_memory(
             )
         lines.append(f"evaluating {role} {needed:.3g} GB of {room:.3g}")
     return lines
+
+
+def declared_megabytes(plan: StudyPlan, rule: str) -> int:
+    """Return the memory that each job of a rule declares: the peak of its earlier jobs, or an estimate, plus a quarter.
+
+    Profiles of clusters ask for the memory of their devices instead.
+    """
+    peak = max(map(_recorded_megabytes, Path(plan.results, "benchmarks", rule).glob("*.tsv")), default=0.0)
+    return ceil(_MARGIN * (peak or _estimated_bytes(plan, rule) / 1e6))
+
+
+def _recorded_megabytes(path: Path) -> float:
+    """Return the peak memory in the file of a job's costs; 0 if the job was killed while it wrote the file."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        return float(lines[1].split("\t")[1])
+    except (IndexError, ValueError):
+        return 0.0
+
+
+def _estimated_bytes(plan: StudyPlan, rule: str) -> float:
+    """Return the bytes on the host of a job with the largest model whose shape is known, all its workers together."""
+    config = plan.study.config
+    on_cpu = config.device not in DEVICE_GIGABYTES and computes_on_cpu(config.device)
+    if rule == "train" and config.training is not None and on_cpu:
+        found = (memory_per_device(plan, role, 0.0, USUAL_PROMPT_TOKENS) for role in plan.study.model_roles())
+        return config.training.num_workers * max((each.total for each in found if each), default=_RUNTIME)
+    # Beside a device, a process reads whole models before they go there: in training the policy and the reference.
+    workers, copies = (config.training.num_workers, 2) if rule == "train" and config.training else (1, 1)
+    shapes = ((shape_of(model), BYTES[model.dtype]) for model in plan.study.models().values())
+    weights = max((shape.num_parameters * size for shape, size in shapes if shape), default=0.0)
+    return workers * (_RUNTIME + copies * weights)
 
 
 def _ways_to_evaluate(share: float, on_vllm: bool) -> list[str]:

@@ -28,6 +28,8 @@ _MOST_BYTES = 256 * 2**20
 """Most bytes of a text file of a model; the tokenizers of the largest vocabularies have 35 MB."""
 _SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
 """Keys of config.json that are sizes; a family may have one per layer, or none."""
+_REFERENCES = ("configuration_files", "transformers_weights", "fusion_config", "distributed_config")
+"""Keys by which transformers reads another file than this one, or changes its classes, whatever the caller asks for."""
 _PATH_PREFIXES = ("/", "./", "../")
 _OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -128,8 +130,8 @@ def builtin_folder(name: str) -> Path:
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a model folder, with sizes also under their common names.
 
-    Raises ModelError if the file is missing, not a JSON object, names code that is not part of transformers, or more
-    layers than any model has.
+    Raises ModelError if the file is missing, not a JSON object, names code that is not part of transformers or another
+    file, or more layers than any model has. Keys that depend on the family are examined by `load_config`.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -145,6 +147,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
             raise ModelError(
                 f"{path}: {key} is {repr(config[key])[:80]}, expected a whole number from 1 to {_LARGEST_SIZE:,}"
             )
+    if found := next((key for key in _REFERENCES if config.get(key) is not None), None):
+        raise ModelError(f"{path}: {found} would load other files or code than named here, expected none")
     for key, value in _settings("", config):
         # transformers fetches an implementation with another name from a hub, whatever the caller asks for.
         if key.endswith("_implementation") and value is not None and not _KERNEL.fullmatch(str(value)):

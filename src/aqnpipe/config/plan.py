@@ -125,14 +125,6 @@ class StudyPlan:
         training = self.study.config.training
         return training.threads * training.num_workers if training else 1
 
-    def training_memory_mb(self) -> int:
-        """Return the memory of a training job of a tiny model, with a share of it for each further worker.
-
-        Profiles of clusters ask for the memory of their devices instead.
-        """
-        training = self.study.config.training
-        return 4000 + 2000 * (training.num_workers - 1) if training else 4000
-
     def strategies(self, model: str, machine: str) -> list[SigmaStrategy]:
         """Return the sigma strategies for a diagnosis: `published`, and those that arms of the model request.
 

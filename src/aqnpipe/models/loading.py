@@ -26,6 +26,7 @@ from aqnpipe.config.model import (
 )
 from aqnpipe.errors import ModelError, first_line
 from aqnpipe.models.adapted import find_base, has_only_adapters
+from aqnpipe.models.allowed_keys import load_config, refuse_code
 from aqnpipe.models.chat_templates import TEMPLATE_FILE, refuse_endless_templates
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel, read_prepared_model, write_prepared_model
 
@@ -112,11 +113,10 @@ def create_model(
     Raises ModelError if no decoder-only model has this configuration.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    read_model_config(folder)
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        config = load_config(folder)
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(seed)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -159,11 +159,9 @@ def _download(hub_id: str, revision: str | None) -> Path:
 def _model_files(folder: Path) -> list[Path]:
     """Return the files of a model folder to copy; raises ModelError if the folder is unsafe or incomplete."""
     refuse_removed(folder)
-    model_config = read_model_config(folder)
-    tokenizer_config = _read_json(folder / "tokenizer_config.json")
-    for name, content in (("config.json", model_config), ("tokenizer_config.json", tokenizer_config)):
-        if "auto_map" in content:
-            raise ModelError(f"{folder / name}: auto_map asks for code from the model, which is never run")
+    model_config, tokenizer_config = read_model_config(folder), _read_json(folder / "tokenizer_config.json")
+    refuse_code(folder / "config.json", model_config.get("auto_map"), str(model_config.get("model_type")))
+    refuse_code(folder / "tokenizer_config.json", tokenizer_config.get("auto_map"), None)
     if has_only_adapters(folder):
         raise ModelError(
             f"model {str(folder)!r}: a checkpoint that holds only the adapters of another model, expected a whole model"
@@ -358,6 +356,7 @@ def _load_whole(folder: Path, dtype: Dtype, attention: Attention) -> "PreTrained
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder),
+            config=load_config(folder),
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
             local_files_only=True,

@@ -27,6 +27,7 @@ from aqnpipe.generation.vllm.sealed_memory import Sealed
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.models.allowed_keys import load_config
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.receipts.receipt_content import RecorderState
@@ -75,6 +76,7 @@ class VllmEngine:
             raise ModelError("generation.rollout_sleep: vLLM has no sleep mode on a CPU; expected false")
         config = read_model_config(folder)
         check_model(folder, config, device)
+        load_config(folder)  # vLLM reads the file itself: only what it may contain is of interest here
         config = with_common_names(folder, config)
         check_tensor_parallel(folder, config, device, tensor_parallel)
         self._folder, self._end_token = folder, end_token

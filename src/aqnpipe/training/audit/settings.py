@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 from trl import GRPOConfig
 
 from aqnpipe.artifacts.training_facts import expected_settings, setting_problems
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.adapters import adapted_modules
+from aqnpipe.models.allowed_keys import load_config
 from aqnpipe.models.layout import dropout_rates
 from aqnpipe.training.policy import computes_in_mixed_precision
 
@@ -106,7 +106,7 @@ def dropout_problems(model: nn.Module, spec: TrainingSpec, model_folder: Path) -
 @cache
 def _own_dropout(model_folder: Path) -> frozenset[float]:
     """Return the dropout rates in the configuration of a model."""
-    config = AutoConfig.from_pretrained(str(model_folder), local_files_only=True, trust_remote_code=False).to_dict()
+    config = load_config(model_folder).to_dict()
     return frozenset(float(rate) for name, rate in config.items() if "drop" in name and isinstance(rate, int | float))
 
 
