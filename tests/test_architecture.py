@@ -51,7 +51,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     },
     "generation": COMPUTING - {"generation"},
     # The stages: they hand each other artifacts and import no other stage.
-    "diagnosis": COMPUTING,
+    # It recomputes the operators of a device as the proof of a simulated machine does.
+    "diagnosis": COMPUTING | {"proof"},
     "training": COMPUTING,
     "evaluation": COMPUTING | {"integrations"},
     "parity": COMPUTING,

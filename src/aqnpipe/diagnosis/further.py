@@ -20,6 +20,7 @@ from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.ends import probe_ends
 from aqnpipe.diagnosis.ends_in_sequences import FINITE
 from aqnpipe.diagnosis.experts import EXPERT_SITE, ROUTER_SITE, experts_of, probe_experts, probe_router, router_of
+from aqnpipe.diagnosis.kernels import longest_sequence
 from aqnpipe.diagnosis.linears import (
     LARGE_OF_GRADIENTS,
     LAYERS_OF_LARGE,
@@ -33,7 +34,7 @@ from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.reference import FEW_ROWS
 from aqnpipe.diagnosis.repeats import Part
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
-from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
+from aqnpipe.diagnosis.sequences import is_known, model_type, probe_sequences
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
@@ -92,16 +93,12 @@ def _other_shapes(num_layers: int) -> Untested:
 def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
     """Return what no diagnosis tests: learned positions, some gradients, other sequences, other attention kernels."""
     used = getattr(model.config, "_attn_implementation", None)
-    without_probe = ["embedding", "gains", "biases", "rotary embedding", "gated products", "residual sums", "lm_head"]
-    if any(experts_of(sites.layer) is not None or router_of(sites.layer) is not None for sites in layers):
-        without_probe[1:1] = ["experts", "router"]
     tokens = model.get_input_embeddings()  # type: ignore[operator]
     others = [
         name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and module is not tokens
     ]
     return [
         *(Untested(part=name, reason="no probe looks its rows up") for name in others),
-        Untested(part=f"gradients of {', '.join(without_probe)}", reason="no probe differentiates them"),
         Untested(
             part="other numbers of sequences",
             reason="1 and 4 through the whole model, attention also with 2, 3 and 16, its gradients with 4",
