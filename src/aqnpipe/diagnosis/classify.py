@@ -19,16 +19,14 @@ from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
 _MOST_INFORMATIVE = ("finite", "identity", "linear", "attention", "mlp", "norm", "mantissa", "integer", "accumulator")
 """Probes in order of how much their mismatch reveals about the type: known answers over a wide range come first."""
 
-_LEAST_INFORMATIVE = ("chain", "repeat", "monomial")
+_LEAST_INFORMATIVE = ("repeat", "monomial")
 """Probes that compare the device with itself; those of neither list stand between."""
 
-_OF_ITSELF = (*_LEAST_INFORMATIVE, "logits")
+_OF_ITSELF = _LEAST_INFORMATIVE
 """Probes that show no fault which both sides of the comparison share; they count as calls only where they differ."""
 
-_NOT_COUNTED = ("chain", "monomial", KERNEL, RETURNED)
-"""Probes whose elements say nothing of a rate: one compares an output with its next reading, one permutes rows, and of
-what was observed only wrong values are kept.
-"""
+_NOT_COUNTED = ("monomial", KERNEL, RETURNED)
+"""Probes whose elements say nothing of a rate: one permutes rows, and of what was observed wrong values are kept."""
 
 _ROUNDINGS = 4.0
 """Tolerance of explanations in roundings: both the fault and its difference from the expected value are rounded."""

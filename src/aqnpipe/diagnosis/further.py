@@ -16,9 +16,8 @@ from aqnpipe.diagnosis.activations import (
     gated_sweep,
 )
 from aqnpipe.diagnosis.activations import SITE as CORE_SITE
-from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
+from aqnpipe.diagnosis.checks import Check
 from aqnpipe.diagnosis.ends import probe_ends
-from aqnpipe.diagnosis.ends_in_sequences import FINITE
 from aqnpipe.diagnosis.experts import EXPERT_SITE, ROUTER_SITE, experts_of, probe_experts, probe_router, router_of
 from aqnpipe.diagnosis.kernels import longest_sequence
 from aqnpipe.diagnosis.linears import (
@@ -188,15 +187,12 @@ def without_consequences(checks: Sequence[Check]) -> list[Check]:
 
     Gradients go back through the output of their linear, a core through its activation, and the sum of experts through
     each of them. The rotation is compared between two passes, through the norms of heads, which differ between them
-    if their fault is random. A number that is not finite leaves its layer from the site that made it.
+    if their fault is random.
     A check of a faulty source says nothing about what follows it.
     """
     wrong = {(check.layer, check.site) for check in checks if check.mismatch and check.probe != "backward"}
-    explained = {c.layer for c in checks if c.mismatch and c.probe != FINITE and c.layer != OUTSIDE_LAYERS}
 
     def follows(check: Check) -> bool:
-        if check.probe == FINITE:
-            return check.layer in explained
         if check.probe == "backward":
             return (check.layer, check.site.rsplit(".", 1)[0]) in wrong
         if check.site == EXPERT_SITE:
