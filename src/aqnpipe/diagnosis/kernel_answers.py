@@ -111,7 +111,7 @@ def _half(dtype: torch.dtype) -> float:
 class _Rule(NamedTuple):
     """How an element is computed, and the slack in multiples of its size. `size`: of what roundings are relative to."""
 
-    compute: Callable[..., FloatArray]
+    compute: Callable[..., Any]
     roundings: str = "exact"
     size: Callable[..., Any] | None = None
 
@@ -196,37 +196,37 @@ def _of_gradient(gradient: FloatArray, x: FloatArray, *_: Any) -> FloatArray:
     return found
 
 
+_EXACT: dict[str, Callable[..., Any]] = {
+    "_to_copy": lambda x, *_: x,
+    "clone": lambda x, *_: x,
+    "copy": lambda x, source, *_: source,
+    "fill": lambda x, value: np.broadcast_to(value, x.shape),
+    "zero": np.zeros_like,
+    "neg": np.negative,
+    "abs": np.abs,
+    "relu": lambda x: np.where(np.isnan(x), x, np.maximum(x, 0.0)),
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "clamp": _clamp,
+    "clamp_min": np.maximum,
+    "clamp_max": np.minimum,
+    "where": lambda condition, x, y: np.where(condition != 0, x, y),
+    "masked_fill": lambda x, mask, value: np.where(mask != 0, value, x),
+    "threshold_backward": lambda gradient, x, threshold: np.where(x <= threshold, 0.0, gradient),
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "logical_and": lambda x, y: (x != 0) & (y != 0),
+    "logical_or": lambda x, y: (x != 0) | (y != 0),
+    "logical_not": lambda x: x == 0,
+}
+"""Operators whose results are their operands, or are rounded in no way."""
+
 _RULES: dict[str, _Rule] = {
-    **{
-        name: _Rule(compute)
-        for name, compute in {
-            "_to_copy": lambda x, *_: x,
-            "clone": lambda x, *_: x,
-            "copy": lambda x, source, *_: source,
-            "fill": lambda x, value: np.broadcast_to(value, x.shape),
-            "zero": np.zeros_like,
-            "neg": np.negative,
-            "abs": np.abs,
-            "relu": lambda x: np.where(np.isnan(x), x, np.maximum(x, 0.0)),
-            "maximum": np.maximum,
-            "minimum": np.minimum,
-            "clamp": _clamp,
-            "clamp_min": np.maximum,
-            "clamp_max": np.minimum,
-            "where": lambda condition, x, y: np.where(condition != 0, x, y),
-            "masked_fill": lambda x, mask, value: np.where(mask != 0, value, x),
-            "threshold_backward": lambda gradient, x, threshold: np.where(x <= threshold, 0.0, gradient),
-            "eq": np.equal,
-            "ne": np.not_equal,
-            "lt": np.less,
-            "le": np.less_equal,
-            "gt": np.greater,
-            "ge": np.greater_equal,
-            "logical_and": lambda x, y: (x != 0) & (y != 0),
-            "logical_or": lambda x, y: (x != 0) | (y != 0),
-            "logical_not": lambda x: x == 0,
-        }.items()
-    },
+    **{name: _Rule(compute) for name, compute in _EXACT.items()},
     "add": _Rule(lambda x, y, a=1: x + a * y, "ieee", lambda x, y, a=1: np.abs(x) + np.abs(a * y)),
     "sub": _Rule(lambda x, y, a=1: x - a * y, "ieee", lambda x, y, a=1: np.abs(x) + np.abs(a * y)),
     "rsub": _Rule(lambda x, y, a=1: y - a * x, "ieee", lambda x, y, a=1: np.abs(y) + np.abs(a * x)),
@@ -279,8 +279,8 @@ def _reduced(is_mean: bool) -> Answers:
         found = wide(result.reshape(-1)[torch.from_numpy(rows).to(x.device)])
         # A sum over rows has channels; one over channels has none.
         width = x.shape[kept[-1]] if kept and kept[-1] == x.dim() - 1 and len(rows) == len(terms) else 1
-        parts = (part.reshape(-1, width) for part in (exact, slack, found))
-        return [Answer(*parts, result.dtype)]
+        exact, slack, found = (part.reshape(-1, width) for part in (exact, slack, found))
+        return [Answer(exact, slack, found, result.dtype)]
 
     return answer
 
@@ -396,7 +396,8 @@ def _rows_of_product(
 def _stacked(parts: Sequence[Answer]) -> list[Answer] | None:
     if not parts:
         return None
-    return [Answer(*(np.concatenate([part[i] for part in parts]) for i in range(3)), parts[0].dtype)]
+    exact, slack, found = (np.concatenate([getattr(part, name) for part in parts]) for name in Answer._fields[:3])
+    return [Answer(exact, slack, found, parts[0].dtype)]
 
 
 def _num_rows(first: Tensor, second: Tensor) -> int:
@@ -493,8 +494,8 @@ def _attention_backward(arguments: Arguments, result: Any, rng: np.random.Genera
         for each in range(sharing)
     ]
     own, own_slack = heads[head - shared * sharing]
-    exact = (own[0], *(sum(values[axis] for values, _ in heads) for axis in (1, 2)))
-    slack = (own_slack[0], *(sum(bounds[axis] for _, bounds in heads) for axis in (1, 2)))
+    exact = (own[0], *(np.sum([values[axis] for values, _ in heads], 0) for axis in (1, 2)))
+    slack = (own_slack[0], *(np.sum([bounds[axis] for _, bounds in heads], 0) for axis in (1, 2)))
     answers = []
     for axis, found in enumerate(result[:3]):
         bound = slack[axis] + 2 * _half(found.dtype) * np.abs(exact[axis]) + torch.finfo(found.dtype).tiny
