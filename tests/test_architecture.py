@@ -56,7 +56,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # What a trainer and a decoder must do, written a second time; knows neither of them.
     "reference": FOUNDATION,
     # The stages: they hand each other artifacts and import no other stage.
-    "diagnosis": COMPUTING,
+    # It recomputes the operators of a device as the proof of a simulated machine does.
+    "diagnosis": COMPUTING | {"proof"},
     "training": AUDITED,
     "evaluation": AUDITED | {"integrations"},
     "parity": COMPUTING,
