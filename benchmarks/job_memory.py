@@ -11,9 +11,9 @@ import copy
 import sys
 from pathlib import Path
 
+from aqnpipe.cli.front_door import open_study
 from smallest import parse
 
-from aqnpipe.cli.front_door import open_study
 from aqnpipe.cli.memory_estimate import declared_megabytes
 from aqnpipe.report.inputs import read_cost
 

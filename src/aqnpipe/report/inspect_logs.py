@@ -14,10 +14,10 @@ from typing import Any
 
 import polars as pl
 
-from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import read_table, write_text
 from aqnpipe.artifacts.provenance import short_digest
-from aqnpipe.report.responses import Checkpoint, Responses
+from aqnpipe.report.responses import Responses
 
 _STOPS = {"stop": "stop", "length": "max_tokens"}
 
@@ -30,8 +30,8 @@ def write_inspect_logs(responses: Responses, study: str, folder: Path) -> int:
     questions = {row["question_id"]: row for row in responses.questions.iter_rows(named=True)}
     names, number = responses.noise_names(), 0
     for checkpoint in responses.checkpoints:
-        made = datetime.fromtimestamp(checkpoint.path.stat().st_mtime, UTC)
-        table = read_table(checkpoint.path, EvaluationTable).sort("noise_level", "noise_seed", "sample", "question_id")
+        made = datetime.fromtimestamp(checkpoint.table.stat().st_mtime, UTC)
+        table = read_table(checkpoint.table, EvaluationTable).sort("noise_level", "noise_seed", "sample", "question_id")
         for (level,), rows in table.group_by("noise_level", maintain_order=True):
             noise = names.get(level, f"noise {level:g}")  # type: ignore[call-overload]
             log = _log(responses, checkpoint, rows, questions, f"{study}, {noise}", made)
@@ -44,7 +44,7 @@ def write_inspect_logs(responses: Responses, study: str, folder: Path) -> int:
 
 def _log(
     responses: Responses,
-    checkpoint: Checkpoint,
+    checkpoint: EvaluationFiles,
     rows: pl.DataFrame,
     questions: dict[str, dict[str, str]],
     task: str,
