@@ -22,7 +22,7 @@ def effect(by, segment, difference, clusters=None):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("language", "by"), [("en", "steps of the worked answer"), ("zh", "解答步数")])
+@pytest.mark.parametrize(("language", "by"), [("en", "Steps of the worked answer"), ("zh", "解答步数")])
 def test_effects_by_segment_are_pictures_and_a_table(language, by):
     segments = (effect("kind", "+-", 0.1), effect("kind", "<b>", -0.02), effect("steps", "2", 0.04, clusters=7))
     claims = SimpleNamespace(claims=CLAIMS.claims, segments=segments, alpha=0.05)

@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from itertools import accumulate
@@ -88,7 +87,7 @@ def dependencies(module: str, root: Path = _PACKAGE_ROOT) -> dict[str, Path]:
         if path is None or name in found:
             continue
         found[name] = path
-        waiting.extend(_parsed(path, path.stat().st_mtime_ns, root).modules)
+        waiting.extend(_parsed(path, path.stat().st_mtime_ns, root)[0])
         if "." in name:
             waiting.append(name.rpartition(".")[0])
     return found
@@ -100,20 +99,15 @@ def code_of(path: Path, root: Path = _PACKAGE_ROOT) -> bytes:
     It is text and not the parsed tree, whose form depends on the version of Python. So a file that was only formatted
     counts as changed, as does a comment between two literals that Python joins.
     """
-    return _parsed(path, path.stat().st_mtime_ns, root).code
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The modules that a source imports or names in a string, and its `code_of`."""
-
-    modules: tuple[str, ...]
-    code: bytes
+    return _parsed(path, path.stat().st_mtime_ns, root)[1]
 
 
 @cache
-def _parsed(path: Path, modified_ns: int, root: Path) -> _Source:
-    """Parse a source. Cached, because stages share most modules."""
+def _parsed(path: Path, modified_ns: int, root: Path) -> tuple[list[str], bytes]:
+    """Return the modules that a source imports or names in a string, and its `code_of`.
+
+    Cached, because stages share most modules.
+    """
     source = path.read_bytes()
     line_starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     names: list[str] = []
@@ -135,7 +129,7 @@ def _parsed(path: Path, modified_ns: int, root: Path) -> _Source:
                 if _source_of(match[1], root) is None:
                     raise ModuleNotFoundError(f"{path}:{node.lineno}: {value!r} names no module in {root}")
                 names.append(match[1])
-    return _Source(tuple(names), _without_comments(source + b"\n", literals))
+    return names, _without_comments(source + b"\n", literals)
 
 
 def _place(node: ast.expr, line_starts: list[int]) -> tuple[int, int]:

@@ -46,7 +46,8 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
     inputs = inputs_of(plan)
     with atomic_path(target) as folder:
         folder.mkdir()
-        compare(plan.study, evaluations, ComparisonOutputs.in_folder(folder), looks, inputs.test_problems)
+        outputs = ComparisonOutputs.in_folder(folder)
+        compare(plan.study, evaluations, outputs, looks, inputs.test_problems)
         if published is not None:
             write_json(folder / "published.json", check_published_file(Path(published)))
         losses = {claims: folder / "loss_study" / claims.parent.name / claims.name for claims in inputs.loss_studies}
@@ -54,11 +55,7 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
             compare_losses(loss_inputs, plan.study.config.statistics, losses[claims])
         found = replace(
             inputs,
-            accuracy=folder / inputs.accuracy.name,
-            comparisons=folder / inputs.comparisons.name,
-            robustness=folder / inputs.robustness.name,
-            differences=folder / inputs.differences.name,
-            claims=folder / inputs.claims.name,
+            **vars(outputs),
             published=folder / inputs.published.name if inputs.published else None,
             loss_studies=tuple(made if made.exists() else path for path, made in losses.items()),
         )

@@ -159,6 +159,7 @@ def compare(
     write_csv(outputs.comparisons.with_suffix(".csv"), _with_reasons(compared, claims))
     _write(outputs.robustness, _table(_robustness_rows(study, contrasts), RobustnessTable), RobustnessTable)
     _write(outputs.differences, _table(difference_rows(study, contrasts), DifferenceTable), DifferenceTable)
+    tables = (outputs.accuracy, outputs.comparisons, outputs.robustness, outputs.differences)
     write_json(
         outputs.claims,
         ClaimsFile(
@@ -174,12 +175,7 @@ def compare(
             segments=()
             if problems is None or not problems.is_file()
             else segment_effects(compared_pairs, read_table(problems, ProblemTable), settings.alpha),
-            tables_sha256=sha256_of_files(
-                {
-                    path.name: path
-                    for path in (outputs.accuracy, outputs.comparisons, outputs.robustness, outputs.differences)
-                }
-            ),
+            tables_sha256=sha256_of_files({path.name: path for path in tables}),
         ),
     )
 

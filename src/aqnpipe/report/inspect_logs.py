@@ -14,7 +14,7 @@ from typing import Any
 
 import polars as pl
 
-from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
+from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_table, write_text
 from aqnpipe.artifacts.provenance import short_digest
 from aqnpipe.report.responses import Responses
@@ -29,69 +29,46 @@ def write_inspect_logs(responses: Responses, study: str, folder: Path) -> int:
     """
     questions = {row["question_id"]: row for row in responses.questions.iter_rows(named=True)}
     names, number = responses.noise_names(), 0
-    for checkpoint in responses.checkpoints:
-        made = datetime.fromtimestamp(checkpoint.table.stat().st_mtime, UTC)
-        table = read_table(checkpoint.table, EvaluationTable).sort("noise_level", "noise_seed", "sample", "question_id")
+    for one in responses.checkpoints:
+        model, made = f"{one.model}/{one.arm}/seed{one.seed}/step{one.step}", one.table.stat().st_mtime
+        table = read_table(one.table, EvaluationTable).sort("noise_level", "noise_seed", "sample", "question_id")
+        # The viewer shows the first score in its list: that of the study.
+        columns = sorted(responses.scorers, key=lambda scorer: scorer != responses.primary_scorer)
+        scorers = {scorer: responses.name_of(scorer) for scorer in columns}
         for (level,), rows in table.group_by("noise_level", maintain_order=True):
-            noise = names.get(level, f"noise {level:g}")  # type: ignore[call-overload]
-            log = _log(responses, checkpoint, rows, questions, f"{study}, {noise}", made)
+            task = f"{study}, {names.get(level) or f'noise {level:g}'}"  # type: ignore[call-overload]
+            identity, time = short_digest((task, model), 8), datetime.fromtimestamp(made, UTC)
+            log = {"version": 2, "status": "success"} | _log(rows, questions, scorers)
+            log["eval"] |= {"created": time.isoformat(timespec="seconds"), "task": task, "model": model}
+            log["eval"] |= dict.fromkeys(("eval_id", "run_id", "task_id"), identity)
             # The viewer lists files whose names begin with a time.
-            name = f"{made:%Y-%m-%dT%H-%M-%S+00-00}_{study}_{log['eval']['eval_id']}.json"
-            write_text(folder / name, json.dumps(log))
+            write_text(folder / f"{time:%Y-%m-%dT%H-%M-%S+00-00}_{study}_{identity}.json", json.dumps(log))
             number += 1
     return number
 
 
-def _log(
-    responses: Responses,
-    checkpoint: EvaluationFiles,
-    rows: pl.DataFrame,
-    questions: dict[str, dict[str, str]],
-    task: str,
-    made: datetime,
-) -> dict[str, Any]:
-    run = {"model": checkpoint.model, "arm": checkpoint.arm, "seed": checkpoint.seed, "step": checkpoint.step}
-    model = f"{checkpoint.model}/{checkpoint.arm}/seed{checkpoint.seed}/step{checkpoint.step}"
-    identity, time = short_digest((task, model), 8), made.isoformat(timespec="seconds")
-    # The viewer puts the first score first: that of the study.
-    columns = sorted(responses.scorers, key=lambda scorer: scorer != responses.primary_scorer)
-    scorers = {scorer: responses.name_of(scorer) for scorer in columns}
-    ids = rows["question_id"].unique(maintain_order=True).to_list()
+def _log(rows: pl.DataFrame, questions: dict[str, dict[str, str]], scorers: dict[str, str]) -> dict[str, Any]:
+    """Return what a log says of responses at one noise level, and not of their model."""
+    accuracies = {shown: rows[f"correct_{scorer}"].mean() for scorer, shown in scorers.items()}
+    scores = [
+        {"name": name, "scorer": name, "metrics": {"accuracy": {"name": "accuracy", "value": accuracy}}}
+        for name, accuracy in accuracies.items()
+    ]
+    num_questions = rows["question_id"].n_unique()
     return {
-        "version": 2,
-        "status": "success",
         "eval": {
-            "eval_id": identity,
-            "run_id": identity,
-            "task_id": identity,
-            "created": time,
-            "task": task,
-            "model": model,
-            "dataset": {"name": "test", "samples": len(ids), "sample_ids": ids},
-            "config": {"epochs": len(rows) // len(ids)},
+            "dataset": {"name": "test", "samples": num_questions},
+            "config": {"epochs": len(rows) // num_questions},
             "packages": {"aqnpipe": version("aqnpipe")},
-            "metadata": run | {"noise_level": rows["noise_level"][0]},
+            "metadata": {"noise_level": rows["noise_level"][0]},
         },
-        "plan": {},
-        "results": {
-            "total_samples": len(rows),
-            "completed_samples": len(rows),
-            "scores": [
-                {
-                    "name": name,
-                    "scorer": name,
-                    "metrics": {"accuracy": {"name": "accuracy", "value": rows[f"correct_{scorer}"].mean()}},
-                }
-                for scorer, name in scorers.items()
-            ],
-        },
-        "stats": {"started_at": time, "completed_at": time},
-        "samples": list(_samples(rows, questions, scorers, model)),
+        "results": {"total_samples": len(rows), "completed_samples": len(rows), "scores": scores},
+        "samples": list(_samples(rows, questions, scorers)),
     }
 
 
 def _samples(
-    rows: pl.DataFrame, questions: dict[str, dict[str, str]], scorers: dict[str, str], model: str
+    rows: pl.DataFrame, questions: dict[str, dict[str, str]], scorers: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples; the input is the question as it is in the data, without the prompt around it."""
     epochs: dict[str, int] = {}
@@ -106,7 +83,6 @@ def _samples(
             "target": asked["gold_answer"],
             "messages": [{"role": "user", "content": asked["question"]}, response],
             "output": {
-                "model": model,
                 "choices": [{"message": response, "stop_reason": _STOPS[row["finish_reason"]]}],
                 "completion": row["response"],
                 "usage": {"output_tokens": row["response_tokens"], "total_tokens": row["response_tokens"]},
@@ -115,5 +91,5 @@ def _samples(
                 shown: {"value": "C" if row[f"correct_{scorer}"] else "I", "answer": row[f"answer_{scorer}"]}
                 for scorer, shown in scorers.items()
             },
-            "metadata": {key: row[key] for key in ("noise_seed", "sample", "cluster") if key in row},
+            "metadata": {key: row[key] for key in ("noise_seed", "sample")},
         }
