@@ -34,6 +34,7 @@ COMMANDS = {
     ("detection", ()): "# Detection",
     ("detection_simulated", ()): "# Detection of simulated faults",
     ("evaluation_speed", ()): "| tiny, 0-shot | transformers | ",
+    ("job_memory", ()): "| smoke, train | ",
     ("judged_answers", ("judge", str(ROOT / "config" / "decide.yaml"), str(ROOT / "docs" / "decide"))): (
         " looks, 0 numbers are not as recorded\n"
     ),

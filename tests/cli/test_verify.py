@@ -219,3 +219,43 @@ def test_another_folder_is_refused(tmp_path):
         run(tmp_path)
     with pytest.raises(ConfigError, match=r"nowhere: no such folder, expected the results folder of a study"):
         run(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["eval/" + "n" * 300, "eval/" + "a/" * 2000, "eval/a\0b", ""])
+def test_a_record_of_a_name_that_no_file_can_have_is_one_line(results, name):
+    write_record(results, "eval/table.parquet", outputs={"eval/table.parquet": "0" * 64, name: "0" * 64})
+    code, lines = run(results, "--repair")
+    assert code == 1
+    assert lines[0].startswith("jobs/eval/table.parquet.json: no valid record of a job: it names ")
+    assert (results / "eval/table.parquet").exists()
+
+
+def test_a_link_in_results_from_elsewhere_cannot_have_other_files_removed(results, tmp_path):
+    """Nor a link to itself; a link in the place of a file is removed, not what it leads to."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years")
+    (results / "srdd").symlink_to(mine)
+    (results / "data").symlink_to(results / "data")
+    for name in ("srdd/thesis.tex", "data/train.parquet"):
+        record = JobRecord(parameters="", script=None, inputs={}, outputs={name: "0" * 64})
+        write_json(results / "jobs" / f"{name}.json", record)
+    (results / "eval/table.parquet").unlink()
+    (results / "eval/table.parquet").symlink_to(mine / "thesis.tex")
+    code, lines = run(results, "--repair")
+    assert (code, lines[-2:]) == (
+        1,
+        [
+            "srdd/thesis.tex: not removed: a folder, or a link leads to it; remove it yourself",
+            "verify: 3 damaged or missing files; start the workflow again to make them",
+        ],
+    )
+    assert (mine / "thesis.tex").read_text() == "years"
+    assert not os.path.lexists(results / "eval/table.parquet")
+
+
+def test_results_behind_a_link_are_repaired(results, tmp_path):
+    (tmp_path / "linked").symlink_to(results)
+    (results / "eval/table.parquet").write_bytes(b"answerz")
+    assert run(tmp_path / "linked", "--repair")[0] == 1
+    assert not (results / "eval/table.parquet").exists()

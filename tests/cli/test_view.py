@@ -99,6 +99,11 @@ def test_other_users_of_the_machine_lack_the_token(get):
             assert "Set-Cookie" not in headers
 
 
+def test_an_address_that_is_none_is_one_line_for_everyone(get):
+    for cookie in ({}, {"Cookie": ""}):
+        assert get("http://[::1", **cookie)[0] == 400
+
+
 @pytest.mark.parametrize("other", ['{"x":1}', "q", "a b=c d", 'w="', "ü=1"])
 def test_cookies_of_other_programs_on_this_machine_do_not_hide_the_token(get, other):
     own = f"aqnpipe-view-{get.address[1]}={get.token}"

@@ -273,6 +273,18 @@ def test_results_are_not_among_files_of_the_workflow_or_the_system(config, folde
     load_study(config | {"results_dir": f"my_{folder.strip('/')}"})
 
 
+@pytest.mark.parametrize("folder", ["/home", "/tmp", "/var", "/home/me", "linked"])
+def test_results_are_not_the_folder_that_users_or_programs_have_theirs_in(config, folder, tmp_path, monkeypatch):
+    """Those below it may have results, as a home folder may."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linked").symlink_to("/")
+    own = config | {"arms_file": str(ROOT / "config" / "arms.yaml")}
+    with pytest.raises(ConfigError, match=r"results_dir: found .*, a folder of the machine or its user, expected"):
+        load_study(own | {"results_dir": folder})
+    load_study(own | {"results_dir": f"{folder}/a"})
+
+
 def test_results_may_be_in_memory_and_below_the_working_directory_by_its_whole_path(config):
     for folder in ("/dev/shm/results", str(Path.cwd() / "results"), "/home/me/workflow"):
         assert load_study(config | {"results_dir": folder}).config.results_dir == folder

@@ -124,6 +124,14 @@ def test_a_link_is_not_followed(path, tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_pipe_is_no_lock_and_is_not_waited_for(path, read_only):
+    """It has no place for the name of a holder."""
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        FileLock(path, read_only=read_only)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_can_lock_a_file_in_a_sticky_folder_but_only_read_only():
     """As device leases do in /tmp."""

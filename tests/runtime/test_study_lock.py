@@ -137,6 +137,15 @@ def test_a_lock_that_cannot_be_written_is_one_line(tmp_path):
         recover_study("file", tmp_path / ".snakemake")
 
 
+def test_pipes_in_the_place_of_locks_are_not_waited_for(tmp_path, snakemake):
+    os.mkfifo(snakemake / "locks" / "2.input.lock")
+    assert recover_study("results", snakemake) is None
+    (tmp_path / "results" / "logs" / "study.lock").unlink()
+    os.mkfifo(tmp_path / "results" / "logs" / "study.lock")
+    with pytest.raises(StorageError, match=r"study\.lock: cannot be written \(not a regular file\)"):
+        hold_study("results", snakemake)
+
+
 def test_what_killed_jobs_were_writing_is_removed_and_nothing_else(tmp_path):
     for name in (".report.html.abc.staged", "eval/base/E5/.step1.parquet.x.staged", "models/.base.y.staged"):
         (tmp_path / name).mkdir(parents=True)

@@ -117,7 +117,8 @@ def score(
     scorer: Annotated[
         list[str] | None,
         typer.Option(
-            help="a further scorer: verl_strict, boxed, letter, text, or a custom module:function; may be repeated"
+            help="a further scorer: verl_strict, boxed, letter, text, or a custom module:function, run with your "
+            "rights; may be repeated"
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,

@@ -1,5 +1,6 @@
 """`aqnpipe verify`: compare every file of a study's results with the record of what was written."""
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from aqnpipe.runtime.job_records import JobRecord
 
 _DAMAGED = 1
+_LONGEST_NAME, _LONGEST_PART = 3000, 255
+"""Of a path in characters, and of the name of a file in bytes: no job could have written a longer one."""
 
 
 class Damage(NamedTuple):
@@ -54,14 +57,24 @@ def verify(
     if not damages:
         typer.echo(f"verify: {files} files of {len(paths)} jobs and {len(models)} models are as they were written")
         return
-    if repair:
-        for path in {path for damage in damages for path in (damage.path, damage.record)}:
-            # A folder in the place of a file is for its owner to remove.
-            if path.is_symlink() or not path.is_dir():
-                path.unlink(missing_ok=True)
-    done = "removed; start" if repair else "start"
+    wrong = {path for damage in damages for path in (damage.path, damage.record)} if repair else set()
+    kept = sorted(path for path in wrong if not _removed(path, results))
+    for path in kept:
+        typer.echo(printable(f"{path}: not removed: a folder, or a link leads to it; remove it yourself"))
+    done = "start" if kept or not repair else "removed; start"
     typer.echo(f"verify: {len(damages)} damaged or missing files; {done} the workflow again to make them")
     raise typer.Exit(_DAMAGED)
+
+
+def _removed(path: Path, results: Path) -> bool:
+    """Remove a file or a link; return False for a folder, and for a file that only a link puts into the results."""
+    if not os.path.lexists(path):
+        return True
+    is_inside = Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(results))
+    if not is_inside or (path.is_dir() and not path.is_symlink()):
+        return False
+    path.unlink()
+    return True
 
 
 def _records(paths: Sequence[Path], results: Path) -> tuple[dict[Path, "JobRecord"], list[Damage]]:
@@ -89,7 +102,11 @@ def _records(paths: Sequence[Path], results: Path) -> tuple[dict[Path, "JobRecor
 
 def _outside(names: Iterable[str]) -> list[str]:
     """Return the names that are of no file below a folder: a record that names them may not have anything removed."""
-    return [name for name in names if not name or Path(name).is_absolute() or ".." in Path(name).parts]
+    return [name for name in names if not 0 < len(name) <= _LONGEST_NAME or "\0" in name or _leaves(Path(name))]
+
+
+def _leaves(name: Path) -> bool:
+    return name.is_absolute() or ".." in name.parts or any(len(part.encode()) > _LONGEST_PART for part in name.parts)
 
 
 def _damages_of_files(records: Mapping[Path, "JobRecord"], results: Path) -> Iterator[Damage]:

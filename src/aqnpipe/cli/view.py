@@ -148,8 +148,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not self._names_this_machine():
             self._answer(421, "this server answers to 127.0.0.1 and localhost alone\n", "text/plain; charset=utf-8")
             return
-        address = urlsplit(self.path)
-        query = parse_qs(address.query)
+        try:
+            address = urlsplit(self.path)
+            query = parse_qs(address.query)
+        except ValueError:
+            self._answer(400, f"{_NEEDS_ADDRESS}\n", "text/plain; charset=utf-8")
+            return
         if self._is_token(query.get("token", [""])[0]):
             self._answer(303, "", "text/plain; charset=utf-8", Location=address.path, **{"Set-Cookie": self._cookie()})
             return
@@ -158,7 +162,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         if address.path == "/report.html" and self.report.is_file():
             # The report has a policy of its own.
-            self._answer(200, self.report.read_text(encoding="utf-8"), "text/html; charset=utf-8", policy="")
+            page = self.report.read_text(encoding="utf-8", errors="replace")
+            self._answer(200, page, "text/html; charset=utf-8", policy="")
             return
         try:
             body, status = self.pages.page(unquote(address.path), query), 200

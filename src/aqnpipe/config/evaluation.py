@@ -111,8 +111,8 @@ class EvaluationConfig(FrozenModel):
     primary_scorer: Scorer | Literal["task"] | OwnFunction = Field(
         default="strict",
         description="decides which responses are right: a scorer, or package.module:function of (response, "
-        "gold_answer), which returns True or False, or a pair of the answer found and that; task, "
-        "which the workflow sets: that of a dataset with source lm_eval",
+        "gold_answer), run with your rights, which returns True or False, or a pair of the answer found and that; "
+        "task, which the workflow sets: that of a dataset with source lm_eval",
     )
     scorer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
     sampling: EvaluationSampling | None = Field(

@@ -40,6 +40,8 @@ _MOST_EVALUATIONS = 1_000_000
 
 _PROJECT_FOLDERS = frozenset(("config", "profiles", "src", "workflow"))
 _SYSTEM_FOLDERS = frozenset(("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "usr"))
+_SHARED_FOLDERS = frozenset(("home", "media", "mnt", "opt", "srv", "tmp", "var"))
+"""Folders at the root that others have theirs in: results may be in them, but they are no folder of results."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a disk in memory, where results may be
 
 
@@ -110,8 +112,10 @@ class _SharedSettings(FrozenModel):
         is_free = is_here or (target.is_relative_to(_SHARED_MEMORY) and target != _SHARED_MEMORY)
         is_of_system = not is_free and not _SYSTEM_FOLDERS.isdisjoint(target.parts[1:2])
         is_of_project = is_here and (target == here or target.relative_to(here).parts[0] in _PROJECT_FOLDERS)
-        if is_of_project or is_of_system:
-            owner = "system" if is_of_system else "project"
+        is_shared = len(target.parts) < 3 and _SHARED_FOLDERS.issuperset(target.parts[1:])
+        holds_home = Path(os.path.expanduser("~")).resolve().is_relative_to(target)
+        if is_of_project or is_of_system or is_shared or holds_home:
+            owner = "project" if is_of_project else "system" if is_of_system else "machine or its user"
             raise ValueError(f"results_dir: found {self.results_dir!r}, a folder of the {owner}, expected another one")
         return self
 

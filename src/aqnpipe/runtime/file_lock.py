@@ -6,11 +6,13 @@ The package `filelock` does not fit: it empties the file on every attempt and ne
 names its holder, and device leases lock files that belong to other users.
 """
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -94,12 +96,17 @@ class FileLock:
 
 
 def _open(path: Path, access: int, mode: int) -> int:
-    flags = access | os.O_NOFOLLOW | os.O_CLOEXEC
+    # A pipe has no place where a holder could be recorded, and must not be waited for.
+    flags = access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         # First without O_CREAT: in a sticky folder the kernel refuses O_CREAT on another user's file.
-        return os.open(path, flags)
+        descriptor = os.open(path, flags)
     except FileNotFoundError:
-        return os.open(path, flags | os.O_CREAT, mode)
+        descriptor = os.open(path, flags | os.O_CREAT, mode)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
 
 
 @contextmanager

@@ -36,7 +36,8 @@ def recover_study(results: str, snakemake: Path = SNAKEMAKE) -> str | None:
             for each in (other, lock):
                 if not each.acquire():
                     return f"{results}: {each.describe_holder()} works on this study"
-            stale = [path for path in (snakemake / "locks").glob("*.lock") if _is_of(path, results)]
+            files = (path for path in (snakemake / "locks").glob("*.lock") if path.is_file())
+            stale = [path for path in files if _is_of(path, results)]
             holder = lock.last_holder()
             if stale and (holder is None or holder.host != socket.gethostname()):
                 return None

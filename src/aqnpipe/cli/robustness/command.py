@@ -56,7 +56,7 @@ def robustness(
     instruction: Annotated[str, typer.Option(help="instruction in every prompt")] = "",
     shots: Annotated[int, typer.Option(min=0, help="training questions with answers before each question")] = 0,
     scorer: Annotated[
-        str, typer.Option(help="how answers are graded: a scorer, or a custom module:function")
+        str, typer.Option(help="how answers are graded: a scorer, or a custom module:function, run with your rights")
     ] = "strict",
     operators: Annotated[OperatorSet, typer.Option(help="operators with noise")] = "matmul",
     dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
