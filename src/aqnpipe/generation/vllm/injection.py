@@ -45,7 +45,6 @@ from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.passes import PassRow
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.proof.operators import AuditRequest
 
 _SAMPLES = 64
 """Elements of each observed result that the audit of an engine compares."""
@@ -170,10 +169,16 @@ class EngineSites(ModelSites):
     def modules(self, noise: ModuleNoise) -> Mapping[str, nn.Module]:
         """See `ModelSites`: norms, and taps at projections and at inputs of norms."""
         projections, modules = self._engine.projections(), dict(self.model.named_modules())
-        if self._noises_inputs:
-            taps: Mapping[str, nn.Module] = self._engine.norm_inputs
-            return {name: projections[name].input if name in projections else taps[name] for name in self._selected}
-        return {name: projections[name].output if name in projections else modules[name] for name in self._selected}
+        inputs: Mapping[str, nn.Module] = self._engine.norm_inputs
+        found: dict[str, nn.Module] = {}
+        for name in self._selected:
+            if name not in projections:
+                found[name] = inputs[name] if self._noises_inputs else modules[name]
+                continue
+            found[name] = projections[name].input if self._noises_inputs else projections[name].output
+            for shard in self.shards_of(found[name]) or ():
+                self.noised_shards.setdefault(f"module.{projections[name].name}", set()).add(shard)
+        return found
 
     def site(self, model: nn.Module, layer: int, site: str) -> nn.Module:
         """See `ModelSites`."""
@@ -189,8 +194,6 @@ class EngineSites(ModelSites):
         for projection in self._engine.projections().values():
             if module in (projection.input, projection.output):
                 shard = projection.input_shard if module is projection.input else projection.output_shard
-                if shard is not None:
-                    self.noised_shards.setdefault(f"module.{projection.name}", set()).add(shard)
         return None if shard is None else (shard,)
 
     def requested_sigma(self, recorder: ReceiptRecorder, step: int, target: int | str) -> float:
@@ -212,18 +215,17 @@ class EngineSites(ModelSites):
         results = {module: kind for module, (_, kind, _) in self._results.items()}
         return request._replace(results=results, shards=self._present_shards)
 
-    def audit_request(self, request: AuditRequest, noise: OperatorNoise | None) -> AuditRequest:
-        """See `ModelSites`. Faults on shares are computed from the whole, which the audit does not have."""
-        return request._replace(
-            counts_operations=False,
-            outputs=[one for one in request.outputs if one.module not in self._engine.shards],
-            linears=self._plain_linears(),
-            results={module: (part, name) for module, (part, _, name) in self._results.items()},
-            shards={module: (part, columns.placed) for module, (part, columns) in self._columns.items()},
-            late={len(self.layers)},
-            watches_launches=True,
-            num_samples=_SAMPLES,
-        )
+    def audit_settings(self) -> Mapping[str, Any]:
+        """See `ModelSites`."""
+        return {
+            "counts_operations": False,
+            "linears": self._plain_linears(),
+            "results": {module: (part, name) for module, (part, _, name) in self._results.items()},
+            "shards": {module: (part, columns.placed) for module, (part, columns) in self._columns.items()},
+            "late": {len(self.layers)},
+            "watches_launches": True,
+            "num_samples": _SAMPLES,
+        }
 
     def _present_shards(self) -> tuple[Shard, ...] | None:
         """Return the columns of the result that gets an error now."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.injection.requested import FORWARD_KINDS
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.receipt_content import RecorderState
-from aqnpipe.proof.audit import ONE_TOKEN, SEVERAL_TOKENS
 
 
 def checked_measurements(
@@ -37,7 +37,7 @@ def checked_measurements(
 def _check_audit(worker: WorkerMeasurements, num_forwards: int) -> None:
     """Raise ReceiptError if no layer was observed in one of the kinds of forward passes."""
     for record in worker.state.phases:
-        missing = [kind for kind in (SEVERAL_TOKENS, ONE_TOKEN)[:num_forwards] if not record.audited_passes.get(kind)]
+        missing = [kind for kind in FORWARD_KINDS[:num_forwards] if not record.audited_passes.get(kind)]
         if missing:
             raise ReceiptError(
                 f"receipt refused: vLLM's {worker.label} audited no layer in {record.phase} "

@@ -11,12 +11,16 @@ from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.proof.audit import ONE_TOKEN, SEVERAL_TOKENS
 from aqnpipe.proof.modules import RequestedModule
 from aqnpipe.proof.operators import AuditRequest
 from aqnpipe.proof.outputs import RequestedFault, RequestedOutput
 
 HIDDEN_STATES = "aqn.hidden"
 """Name of AQN's noise on hidden states, as an operator and as a stream of keys."""
+
+FORWARD_KINDS = (SEVERAL_TOKENS, ONE_TOKEN)
+"""The kinds of forward passes of a batch, in their order."""
 
 FIRST_MODULE = 1 << 16
 """Number of the first place of module noise; that of a layer's hidden states is the layer."""
@@ -53,7 +57,7 @@ def audit_request(
         counts_operations=True,
         changed_behind=_faulty_layers(recorder),
     )
-    return sites.audit_request(request, noise)
+    return request._replace(**sites.audit_settings())
 
 
 def hidden_stream(phase: Phase) -> str:
@@ -115,19 +119,16 @@ def _outputs(
     for number, fault in enumerate(recorder.requested.faults):
         stored = partial(_threshold, active, number)
         faults.setdefault((fault.layer, fault.site), []).append(RequestedFault(number, fault, stored))
-    return [
-        RequestedOutput(
-            sites.site(sites.model, layer, site)
-            if site != "layer_output" or layer >= len(layers)
-            else sites.layer_output(layer),
-            layer,
-            f"{site} of layer {layer}",
-            f"fault.{phase}",
-            tuple(of_site),
-            layer if site == "layer_output" and layer in hidden else None,
-        )
-        for (layer, site), of_site in faults.items()
-    ]
+    outputs = []
+    for (layer, site), of_site in faults.items():
+        is_output = site == "layer_output" and layer < len(layers)
+        module = sites.layer_output(layer) if is_output else sites.site(sites.model, layer, site)
+        # Faults on a share are computed from the whole, which the audit does not have.
+        if sites.shards_of(module) is None:
+            noise = layer if site == "layer_output" and layer in hidden else None
+            where = f"{site} of layer {layer}"
+            outputs.append(RequestedOutput(module, layer, where, f"fault.{phase}", tuple(of_site), noise))
+    return outputs
 
 
 def _threshold(active: ActiveFaults, number: int) -> Tensor | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from aqnpipe.config.noise import ModuleNoise, OperatorNoise, Phase
+from aqnpipe.config.noise import ModuleNoise, Phase
 from aqnpipe.machine.machine import Machine, Request
 from aqnpipe.models.calls import ForwardPasses, num_tokens
 from aqnpipe.models.layout import decoder_layers, output_projection, select_modules
@@ -21,7 +21,6 @@ from aqnpipe.noise.injection.fault_injection import SharedSite
 from aqnpipe.noise.injection.pass_observation import PassObservation
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.proof.operators import AuditRequest
 
 _ATTENTION_OF = {"eager": "decomposed", "sdpa": "fused"}
 """How noise must be requested of the attention of a model."""
@@ -100,9 +99,9 @@ class ModelSites:
         """Return the request to the machine with what it must know of this model."""
         return request
 
-    def audit_request(self, request: AuditRequest, noise: OperatorNoise | None) -> AuditRequest:
-        """Return the request to the audit with what it must know of this model."""
-        return request
+    def audit_settings(self) -> Mapping[str, Any]:
+        """Return what the audit must know of this model: fields of `AuditRequest`."""
+        return {}
 
     def install_before(self, stack: ExitStack, machine: Machine) -> None:
         """Prepare the model before the machine has its hooks."""
