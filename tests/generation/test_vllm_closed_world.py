@@ -21,14 +21,12 @@ SAMPLING = Sampling(max_response_tokens=8)
 TOKENIZER = build_tokenizer()
 PROMPTS = [TOKENIZER(text)["input_ids"] for text in ("What is 1 plus 1 ?", "Tom has 5 apples . How many apples now ?")]
 SABOTAGES = {
-    "clean product": r"aten\.mm in model\.layers\.1\.mlp escaped",
-    "extra product": r"aten\.mv in model\.layers\.1\.mlp escaped",
-    "product as a sum": r"aten\.mul on a weight matrix in model\.layers\.1\.mlp escaped",
-    "an operator of its own": r"aqnpipe_test\.fused_mlp in model\.layers\.1\.mlp escaped",
-    "clean attention": r"vllm\.unified_attention_with_output in model\.layers\.1\.self_attn\S* escaped",
-    "clean logits": r"aten\.mm in logits_processor escaped",
-    "clean later": r"linear\.up_proj in model\.layers\.1 escaped",
+    "product as a sum": r"aten\.mul on a weight matrix in model\.layers\.1 escaped",
+    "an operator of its own": r"aqnpipe_test\.fused_mlp in model\.layers\.1 escaped",
+    "clean attention": r"vllm\.unified_attention_with_output in model\.layers\.1 escaped",
 }
+
+ELSEWHERE = ("clean product", "extra product", "clean logits", "clean later")
 
 SIZES = {
     "vocab_size": len(TOKENIZER),
@@ -105,10 +103,9 @@ def test_an_honest_pass_is_audited_in_both_kinds_of_forwards(engine, operators):
         pass_receipt(asked, [measurements]).check()
         (record,) = measurements.states[0].phases
         assert record.escaped == {}
-        # Six layers and the output projection of the first forward of each kind, and some of later ones.
-        assert record.audited_passes["several tokens"] == 7
-        assert record.audited_passes["one token"] >= 7
-        assert record.classified > 200
+        # The first forward of each kind as a whole, and single layers of some later ones.
+        assert record.audited_passes["several tokens"] == 1 <= record.audited_passes["one token"]
+        assert record.audited_passes["single layers"] > 0
         # At least 64 of each of 5 outputs of a layer (qkv_proj and gate_up_proj are one each), in two whole forwards.
         assert record.recomputed_numbers > 2 * 6 * 5 * 64
         assert record.largest_deviation <= 1
@@ -124,11 +121,17 @@ def test_a_product_beside_the_noise_is_refused_by_name(engine, sabotage, name):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["extra product", "clean logits"])
-def test_places_without_noise_may_compute_what_they_like(engine, sabotage, name):
-    sabotage(name)
+def test_places_without_noise_may_compute_what_they_like(engine, sabotage):
+    sabotage("product as a sum")
     requested = noise(layers=(0, 2), include_lm_head=False)
     pass_receipt(requested, [run(engine, requested)[1]]).check()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_product_has_its_noise_wherever_it_is_computed(engine, sabotage, name):
+    """Beside the module, by another function, or later: the kernels of torch have the noise."""
+    sabotage(name)
+    pass_receipt(noise(), [run(engine, noise())[1]]).check()
 
 
 def test_a_pass_without_an_audit_is_refused(engine, monkeypatch):

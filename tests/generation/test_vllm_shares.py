@@ -176,7 +176,7 @@ def cell(operator, elements, calls=2, scale=SCALE):
 
 def state(**changes):
     """One layer on one worker: a column-parallel product of 64 columns, and a row-parallel one that all have."""
-    cells = [cell("linear.q_proj", 320), cell("linear.o_proj", 640), cell("scaled_dot_product_attention", 640)]
+    cells = [cell("mm", 1280, calls=4), cell("attention", 640)]
     phase = PhaseRecord("evaluation", forwards=2, noised_calls=6)
     phase.audited_passes, phase.recomputed_numbers = {"several tokens": 1, "one token": 1}, 50
     phase.reference.elements = 100
@@ -204,12 +204,11 @@ def merged(first, second, shares=SHARES):
     return merged_workers(workers, shares, noise.recorder(1, 0))
 
 
-def test_shares_are_added_and_what_all_workers_have_is_counted_once():
+def test_whole_results_are_counted_once_and_audits_are_added():
     found = merged(state(), state())
     assert {each.operator: (each.calls, each.elements, each.ratios.count) for each in found.cells} == {
-        "linear.q_proj": (2, 640, 640),
-        "linear.o_proj": (2, 640, 640),
-        "scaled_dot_product_attention": (2, 640, 640),
+        "mm": (4, 1280, 1280),
+        "attention": (2, 640, 640),
     }
     (phase,) = found.phases
     assert (phase.forwards, phase.noised_calls) == (2, 6)
@@ -218,10 +217,9 @@ def test_shares_are_added_and_what_all_workers_have_is_counted_once():
     assert found.keys == [("evaluation", 3, 0, 0, 0)]
 
 
-def test_copies_of_a_share_are_counted_once():
+def test_several_workers_may_have_the_same_share():
     shard = Shard(0, 64, 64)
-    found = merged(state(), state(), [{"linear.q_proj": [shard]}] * 2)
-    assert found.cells[0].elements == 320
+    assert merged(state(), state(), [{"linear.q_proj": [shard]}] * 2).cells == state().cells
 
 
 def test_one_worker_alone_is_returned_as_it_is():
@@ -244,8 +242,9 @@ def fewer_cells(number):
     ("changes", "says"),
     [
         ({"keys": [("evaluation", 4, 0, 0, 0)]}, "worker 1 of 2: the noise has other keys than on worker 0"),
-        (fewer_cells(1), "evaluation linear.o_proj layer 0: 0 noised calls, worker 0 had 2"),
-        (fewer_cells(2), "worker 1 of 2: evaluation: no attention was noised in layers"),
+        (fewer_cells(0), "evaluation mm layer 0: 0 noised calls on 0 elements, worker 0 had 4 on 1280"),
+        (fewer_cells(1), "worker 1 of 2: evaluation: no attention was noised in layers"),
+        ({"cells": [cell("mm", 640, calls=4), state().cells[1]]}, "4 noised calls on 640 elements, worker 0 had 4 on"),
         ({"cells": []}, "worker 1 of 2: evaluation: noise was requested but never reached layers"),
         ({"phases": [PhaseRecord("evaluation", forwards=3)]}, "evaluation: 3 forward passes, worker 0 had 2"),
         (
@@ -256,7 +255,7 @@ def fewer_cells(number):
             },
             "fault 0 had other calls",
         ),
-        ({"cells": [cell("linear.q_proj", 320, scale=1e-5), *state().cells[1:]]}, "worker 1 of 2: .*scale 1e-05"),
+        ({"cells": [cell("mm", 1280, calls=4, scale=1e-5), *state().cells[1:]]}, "worker 1 of 2: .*scale 1e-05"),
         ({"phases": [contradicted()]}, "worker 1 of 2: evaluation: the values used have no noise"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import distributed
 from aqnpipe.config.noise import RelativeGaussian
 from aqnpipe.generation.vllm.tensor_parallel import exchanged
 from aqnpipe.noise.kernels.error_models import apply_error_
-from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shard_
+from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
 from aqnpipe.noise.kernels.stream import NoiseStream
 
 ERROR = RelativeGaussian(scale=0.2)
@@ -44,13 +44,13 @@ def share_of_layer(rank):
     x, up, up_bias, down, down_bias, head = tensors()
     columns, rows = COLUMNS[rank]
     own = slice(columns.start, columns.start + columns.size)
-    inner = apply_error_to_shard_(x @ up[own].T, columns, ERROR, NoiseStream(KEY, 1)).add_(up_bias[own])
-    active = apply_error_to_shard_(F.silu(inner), columns, ERROR, NoiseStream(KEY, 2))
+    inner = apply_error_to_shards_(x @ up[own].T, (columns,), ERROR, NoiseStream(KEY, 1)).add_(up_bias[own])
+    active = apply_error_to_shards_(F.silu(inner), (columns,), ERROR, NoiseStream(KEY, 2))
     total = active @ down[:, own].T
     distributed.all_reduce(total)
     outer = apply_error_(total, ERROR, NoiseStream(KEY, 3)).add_(down_bias)
     logits = outer @ head[rows.start : rows.start + rows.size].T
-    return outer, apply_error_to_shard_(logits, rows, ERROR, NoiseStream(KEY, 4))
+    return outer, apply_error_to_shards_(logits, (rows,), ERROR, NoiseStream(KEY, 4))
 
 
 if __name__ == "__main__":

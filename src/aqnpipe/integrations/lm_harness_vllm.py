@@ -183,9 +183,8 @@ class NoisyVllm(VLLM):
         self.begin_pass(self.noise)
         requested = self.noise.operator_noise
         if requested is not None and requested.include_lm_head:
-            noised = (
-                sum(cell.elements for cell in receipt.cells if cell.operator == "linear.lm_head") // self._vocabulary
-            )
+            cells = [cell for cell in receipt.cells if (cell.operator, cell.layer) == ("mm", None)]
+            noised = sum(cell.elements for cell in cells) // self._vocabulary
             if noised < num_logits:
                 raise ReceiptError(
                     f"receipt refused: answers were read from logits at {num_logits} tokens, the output projection had "

@@ -28,6 +28,7 @@ from aqnpipe.models.layout import is_norm, is_rms_norm
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.measured import root_mean_squares
+from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
 
@@ -51,7 +52,9 @@ class Request(NamedTuple):
 
     `num_parts`: number of parts of the model; the place outside has that number. `elementwise`: softmax, activations
     and norms within the parts have the error too. `errors`: the error of each part that has one, in place of `parts`.
-    Without an `error` nothing is replaced.
+    Without an `error` nothing is replaced. `results`: modules that compute one operator as a whole, with its name, such
+    as attention in an inference engine. `shards` returns which columns of the whole this tensor-parallel worker has of
+    the result that gets an error now; None if it has all.
     """
 
     error: AppliedError | MeasuredError | None
@@ -63,6 +66,8 @@ class Request(NamedTuple):
     operators: Container[str] | None = None
     elementwise: bool = False
     errors: Mapping[int, PlacedError] | None = None
+    results: Mapping[nn.Module, str] = {}
+    shards: Callable[[], Sequence[Shard] | None] | None = None
 
     def error_at(self, part: int) -> PlacedError | None:
         """Return the error of a part; None if it has none."""
@@ -84,7 +89,10 @@ Observe = Callable[[str, str, Tensor, tuple[Tensor, ...], NoiseStream], None]
 
 
 class Noised(NamedTuple):
-    """A result, or a factor, that has got its error. `changed`: how many elements a user's own error changed."""
+    """A result, or a factor, that has got its error. `changed`: how many elements a user's own error changed.
+
+    `shards`: the columns that `values` are of the whole; None if they are the whole.
+    """
 
     phase: str
     operator: str
@@ -93,6 +101,12 @@ class Noised(NamedTuple):
     values: Tensor
     is_again: bool
     changed: Tensor | None = None
+    shards: Sequence[Shard] | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the whole result."""
+        return self.values.numel() if self.shards is None else len(self.values) * self.shards[0].width
 
 
 class _Plan(NamedTuple):
@@ -167,6 +181,8 @@ class Machine:
         """Register the hooks on a model and return their handles: its `parts` by number, and all that contain them."""
         handles = self.places.hooks(roots, parts)
         handles += self._norm_hooks(roots if self._is_measured else parts.values())
+        if self._norms is not None:
+            handles += self._norms.result_hooks(self.request.results)
         if self._is_measured:
             # Behind those of norms, whose errors are put on within their call.
             handles += self.places.name_hooks(named_modules(roots[0]))
@@ -195,16 +211,21 @@ class Machine:
             on_operands=self._on_operands if self._is_quantized else None,
             whole_sums=self._is_measured,
         )
-        if self.request.elementwise or (isinstance(self.request.error, MeasuredError) and self.request.error.has_norms):
+        if self._has_norms or self.request.results:
             self._norms = NormKernels(lambda name, exact: self._on_result(name, exact, 2, ()))
 
     def _norm_hooks(self, modules: Iterable[nn.Module]) -> list[Any]:
         """Register the hooks of all RMSNorms in `modules`, or for a measured error of all norms, if they have it."""
-        if self._norms is None:
+        if self._norms is None or not self._has_norms:
             return []
         chosen = is_norm if self._is_measured else is_rms_norm
         norms = dict.fromkeys(norm for module in modules for norm in module.modules() if chosen(norm))
         return self._norms.hooks(norms, backward=self.request.backward)
+
+    @property
+    def _has_norms(self) -> bool:
+        error = self.request.error
+        return self.request.elementwise or (isinstance(error, MeasuredError) and error.has_norms)
 
     def identify(self) -> None:
         """Call what is to be called before the first result."""
@@ -290,12 +311,15 @@ class Machine:
             result = result.clone()
         values = result.detach() if result.requires_grad else result
         changed = None
-        if type(error) is OwnError:
+        shards = None if self.request.shards is None else self.request.shards()
+        if shards is not None:
+            apply_error_to_shards_(values, shards, error, source)
+        elif type(error) is OwnError:
             changed = self._apply_own(plan.phase, operator, values, error, source)
         else:
             apply_error_(values, error, source, *(() if input_rms is None else (input_rms,)))
         if self._note is not None:
-            self._note(Noised(plan.phase, name, part, error, values, here.is_again, changed))
+            self._note(Noised(plan.phase, name, part, error, values, here.is_again, changed, shards))
         if factors and part == self.places.outside and self._observe_outside is not None:
             self._observe_outside(plan.phase, operator, values, factors, source)
         return result

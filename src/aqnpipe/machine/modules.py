@@ -9,7 +9,7 @@ those of `machine/places.py`. A layer that a backward pass computes again begins
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from aqnpipe.config.noise import TensorError
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.machine.machine import Noised, NoiseKey
 from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
 from aqnpipe.noise.kernels.stream import NoiseStream
 
 _STREAM = 8
@@ -32,12 +33,16 @@ _DEFINED.impl("module_error", torch.library.fallthrough_kernel, "Autograd")
 
 
 class ModuleError(NamedTuple):
-    """The error at one place: `operator` names it in receipts, `stream` its random numbers; `layer` as in receipts."""
+    """The error at one place: `operator` names it in receipts, `stream` its random numbers; `layer` as in receipts.
+
+    `shards`: the columns that a tensor-parallel worker has of the tensor; None if it has all.
+    """
 
     operator: str
     layer: int | None
     error: TensorError
     stream: str
+    shards: Sequence[Shard] | None = None
 
 
 class ModuleErrors:
@@ -89,12 +94,16 @@ class ModuleErrors:
                 del self._calls[next(iter(self._calls))]
             call = calls[place, is_again]
             calls[place, is_again] += 1
-            operator, _, error, stream = self.errors[place]
-            apply_error_(values, error, NoiseStream(self._key.derived(stream, passed, place), call, _STREAM))
+            operator, _, error, stream, shards = self.errors[place]
+            source = NoiseStream(self._key.derived(stream, passed, place), call, _STREAM)
+            if shards is None:
+                apply_error_(values, error, source)
+            else:
+                apply_error_to_shards_(values, shards, error, source)
             changed = None
             if type(error) is OwnError:
                 changed = ((values != exact) & (exact == exact)).sum()
-            self._note(place, Noised("", operator, place, error, values, is_again, changed), exact)
+            self._note(place, Noised("", operator, place, error, values, is_again, changed, shards), exact)
         return values
 
 

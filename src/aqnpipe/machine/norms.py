@@ -1,8 +1,10 @@
-"""Norms that are modules: an operator for the result of a norm, and one for the gradient of its input.
+"""Results of modules that no operator of torch returns: of norms, and of what an inference engine computes whole.
 
 An RMSNorm is several operators (pow, mean, rsqrt) of which none is the norm, so no kernel has its result. Hooks pass
 the result of each norm through `aqnpipe::norm`, and the gradient of its input through `aqnpipe::norm_gradient`. Both
-are operators of torch's dispatcher like any other: a machine replaces their kernels, and an audit sees them.
+are operators of torch's dispatcher like any other: a machine replaces their kernels, and an audit sees them. The same
+for attention as an engine computes it, in kernels of its own over its cache, and for a product that tensor-parallel
+workers add up: its error belongs to the sum, which all of them have.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,21 +16,23 @@ from torch import Tensor, nn
 
 from aqnpipe.models.parts import PlaceHook
 
-NORM, NORM_GRADIENT = "norm", "norm_gradient"
+NORM, NORM_GRADIENT, ATTENTION, SUM = "norm", "norm_gradient", "attention", "sum"
+_OPERATOR = {SUM: "mm"}
+"""Names of operators in receipts where they differ: a sum over workers is the product of one."""
 
 _DEFINED = torch.library.Library("aqnpipe", "FRAGMENT")
-for _name in (NORM, NORM_GRADIENT):
+for _name in (NORM, NORM_GRADIENT, ATTENTION, SUM):
     _DEFINED.define(f"{_name}(Tensor exact) -> Tensor")
     _DEFINED.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
 class NormKernels:
-    """The kernels of both operators; `on_result` gets a copy of every exact value by the name of the operator."""
+    """The kernels of these operators; `on_result` gets a copy of every exact value by the name of the operator."""
 
     def __init__(self, on_result: Callable[[str, Tensor], Tensor]) -> None:
         self._library = torch.library.Library("aqnpipe", "IMPL")
-        for name in (NORM, NORM_GRADIENT):
-            kernel = partial(_on_a_copy, on_result, name)
+        for name in (NORM, NORM_GRADIENT, ATTENTION, SUM):
+            kernel = partial(_on_a_copy, on_result, _OPERATOR.get(name, name))
             self._library.impl(name, kernel, "CompositeExplicitAutograd")
         self.is_open = True
 
@@ -46,6 +50,13 @@ class NormKernels:
             handles.append(norm.register_forward_hook(PlaceHook(self._after)))
         return handles
 
+    def result_hooks(self, modules: Mapping[nn.Module, str]) -> list[Any]:
+        """Register the hooks of modules that compute one operator as a whole, by its name, and return their handles."""
+        return [
+            module.register_forward_hook(PlaceHook(partial(_with_error, getattr(torch.ops.aqnpipe, name))))
+            for module, name in modules.items()
+        ]
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return None
@@ -57,9 +68,13 @@ class NormKernels:
         }
         return args, wrapped
 
-    def _after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        found: Tensor = _Result.apply(output)
-        return found
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _with_error(_Result.apply, module, args, output)
+
+
+def _with_error(operator: Callable[[Tensor], Tensor], module: nn.Module, args: Any, output: Any) -> Any:
+    """Pass the output through an operator; a norm of an engine returns the sum of its inputs beside it."""
+    return (operator(output[0]), *output[1:]) if isinstance(output, tuple) else operator(output)
 
 
 def _on_a_copy(on_result: Callable[[str, Tensor], Tensor], name: str, exact: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from aqnpipe.models.layout import is_norm, is_rms_norm
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Draws
 from aqnpipe.proof.comparison import compare, compare_exact
+from aqnpipe.proof.launches import watch_launches
 from aqnpipe.proof.linear import factors_of, linears_of, product_node, watch_linears, watch_unobserved
 from aqnpipe.proof.modules import watch_modules
 from aqnpipe.proof.names import watch_names
@@ -38,7 +39,7 @@ from aqnpipe.proof.operations import (
 from aqnpipe.proof.operators import PLAIN, VISIT, AuditRequest, AuditThread, OperatorAudit
 from aqnpipe.proof.outputs import watch_outputs
 from aqnpipe.proof.receipt import Cell, MachineReceipt
-from aqnpipe.proof.recompute import Arguments
+from aqnpipe.proof.recompute import Arguments, Shards, in_whole
 
 _EXPECTED_AUDITS = 4
 _LEAST_SHARE = 1 / 64
@@ -53,9 +54,13 @@ SINGLE_LAYERS = "single layers"
 
 
 class Audit(OperatorAudit):
-    """Audits one machine: chooses the passes to observe. `before_observed` is called before an observed pass."""
+    """Audits one machine: chooses the passes to observe. `before_observed` is called before an observed pass.
+
+    `reads_one_token` returns of the arguments of a pass whether it reads one token of each row.
+    """
 
     before_observed: Callable[[], None] = staticmethod(lambda: None)
+    reads_one_token: Callable[[Any, Any], bool] = staticmethod(lambda args, kwargs: num_tokens(args, kwargs) == 1)
 
     def __init__(self, request: AuditRequest, receipt: MachineReceipt, outside: int) -> None:
         super().__init__(request, receipt, outside)
@@ -123,7 +128,7 @@ class Audit(OperatorAudit):
             local.pending.note_start(None, self._outside, 0)
         # Each root of its own: a loss that is a module has no products, and says nothing about the model.
         root, has_gradients = list(self._models).index(module), torch.is_grad_enabled()
-        kind = ONE_TOKEN if num_tokens(args, kwargs) == 1 else SEVERAL_TOKENS
+        kind = ONE_TOKEN if self.reads_one_token(args, kwargs) else SEVERAL_TOKENS
         kind += ("" if root == 0 else f" of model {root}") + (WITH_GRADIENTS if has_gradients else "")
         chance = float(self._draws.random())
         self.receipt.gradient_passes += has_gradients
@@ -153,8 +158,8 @@ class Audit(OperatorAudit):
         if current.kind is not None and output is not None:
             self.receipt.audited_kinds.add(current.kind)
             self.receipt.audited_passes += 1
-            for part in current.uncalled_norms.values():
-                self._wrong_norm(part, "was never called")
+            for where in current.uncalled_norms.values():
+                self._wrong_result(where, "was never called")
             for one in self.request.outputs:
                 if one.faults and one.module not in current.compared_outputs:
                     self._note(f"{one.where} was not computed again, and its fault not proven")
@@ -165,7 +170,11 @@ class Audit(OperatorAudit):
                     local.pending.close()
                 local.pending = current
                 return
-        current.close()
+        if self.request.late:
+            # Until the next pass begins.
+            local.current = current
+        else:
+            current.close()
 
     def _observe(self, local: AuditThread, modules: Mapping[int, nn.Module], kind: str | None) -> None:
         """Observe this pass: all of it if it has a kind, otherwise the given part alone."""
@@ -180,17 +189,24 @@ class Audit(OperatorAudit):
             local.pending = None
             earlier.close()
             observation.starts, observation.calls = earlier.starts, earlier.calls
+        ends: list[tuple[nn.Module, PlaceHook]] = []
         for part, module in modules.items():
             enter, leave = partial(self._enter_part, observation, part), partial(self._leave_part, observation)
             observation.handles.append(module.register_forward_pre_hook(PlaceHook(enter), prepend=True))
             observation.handles.append(module.register_forward_hook(PlaceHook(leave), always_call=True, prepend=True))
+            if kind is None or part in self.request.late:
+                # Behind all other hooks of the part: errors on its output belong to it.
+                end = PlaceHook(partial(self._end_part, observation))
+                ends.append((module, end))
         if self.request.elementwise or self._watches_norms:
             norms = self._norms_of(modules, is_whole=kind is not None)
             behind = self.request.changed_behind
             followed = {norm for norm, part in norms.items() if behind is not None and part not in behind}
-            observation.handles += watch_norms(observation, norms, self.request.backward, self._wrong_norm, followed)
+            named = {norm: f"a norm in {self._names[part]}" for norm, part in norms.items()}
+            observation.handles += watch_norms(observation, named, self.request.backward, self._wrong_result, followed)
             if self._is_measured and kind is not None:
-                observation.uncalled_norms = {norm: norms[norm] for norm in followed}
+                observation.uncalled_norms = {norm: named[norm] for norm in followed}
+        observation.handles += self._watch_results(observation, modules)
         if self._is_measured:
             observation.handles += watch_names(observation, self._whole(modules))
         observation.handles += watch_linears(observation, self._linears_of(modules), self._note)
@@ -198,14 +214,40 @@ class Audit(OperatorAudit):
         observation.handles += watch_outputs(
             observation, self.request.outputs, modules, kind is None, self._fault_key, self._note
         )
-        if kind is None:
-            for module in modules.values():
-                # Behind all other hooks of the part: errors on its output belong to it.
-                end = PlaceHook(partial(self._end_part, observation))
-                observation.handles.append(module.register_forward_hook(end, always_call=True))
-        else:
+        observation.handles += [module.register_forward_hook(end, always_call=True) for module, end in ends]
+        if kind is not None:
             observation.note_start(observation.passed, self._outside, observation.next_visit(self._outside))
             observation.switch_on()
+
+    def _watch_results(self, observation: Observation, modules: Mapping[int, nn.Module]) -> list[Any]:
+        """Watch the modules of parts that compute one operator as a whole, and those with columns of a whole."""
+        request = self.request
+        named = {module: name for module, (part, name) in request.results.items() if part in modules}
+        changed = request.changed_behind or ()
+        followed = {module for module in named if request.results[module][0] not in changed}
+        handles: list[Any] = []
+        for module, (part, shards) in request.shards.items():
+            if part in modules:
+                enter, leave = (
+                    partial(self._enter_shards, observation, shards),
+                    partial(self._leave_shards, observation),
+                )
+                handles.append(module.register_forward_pre_hook(PlaceHook(enter), prepend=True))
+                handles.append(module.register_forward_hook(PlaceHook(leave), always_call=True))
+        handles += watch_norms(observation, named, False, self._wrong_result, followed, are_whole=True)
+        return handles + (watch_launches(partial(self._launched, observation)) if request.watches_launches else [])
+
+    def _enter_shards(self, observation: Observation, shards: Shards, *_: Any) -> None:
+        observation.shards.append(shards)
+
+    def _leave_shards(self, observation: Observation, *_: Any) -> None:
+        if observation.shards:
+            observation.shards.pop()
+
+    def _launched(self, observation: Observation, kernel: str) -> None:
+        here = observation.stack[-1].part
+        if observation.is_on and not observation.inside_results and self.request.error_at(here) is not None:
+            self.receipt.note(self.receipt.escapes, f"triton.{kernel} in {self._names[here]}")
 
     def _has_backward(self) -> bool:
         """Return whether a backward pass was compared, or so many were not that it would cost too much to go on."""
@@ -217,7 +259,11 @@ class Audit(OperatorAudit):
 
     def _linears_of(self, modules: Mapping[int, nn.Module]) -> dict[nn.Module, tuple[int, str]]:
         # Measured errors depend on the name of the operator, and those of operands on both factors.
-        return {} if self._is_measured or self._is_quantized else linears_of(modules, self._names)
+        if self._is_measured or self._is_quantized:
+            return {}
+        if self.request.linears is not None:
+            return {linear: place for linear, place in self.request.linears.items() if place[0] in modules}
+        return linears_of(modules, self._names)
 
     def _check_unobserved(self, local: AuditThread, modules: Mapping[int, nn.Module]) -> None:
         """Compare the output of one linear module in a pass that is not observed."""
@@ -227,14 +273,15 @@ class Audit(OperatorAudit):
             passed = local.passes + (self._number_of_thread() << 32)
             local.unobserved += watch_unobserved(linear, modules[part], partial(self._compare_unobserved, part, passed))
 
-    def _compare_unobserved(self, part: int, passed: int, module: nn.Module, args: Any, output: Tensor) -> None:
+    def _compare_unobserved(self, part: int, passed: int, module: nn.Module, args: Any, output: Any) -> None:
         factors = factors_of(module, args, output)
         operators = self.request.operators
         if factors is None or (operators is not None and machine_name(factors[0]) not in operators):
             return
         operator, arguments, result = factors
-        self._compare_without_mode(self.request.stream, passed, part, operator, arguments, result, (0,))
-        node = product_node(output) if output.requires_grad else None
+        _, shards = self.request.shards.get(module, (part, None))
+        self._compare_without_mode(self.request.stream, passed, part, operator, arguments, result, (0,), shards)
+        node = product_node(output) if isinstance(output, Tensor) and output.requires_grad else None
         if node is not None:
             first, second = list(arguments.values())[-2:]
             node.register_hook(PlaceHook(partial(self._compare_gradients, passed, part, first, second, count(1))))
@@ -263,6 +310,7 @@ class Audit(OperatorAudit):
         arguments: Arguments,
         result: Tensor,
         streams: Sequence[int],
+        shards: Shards | None = None,
     ) -> None:
         """Compare a result of a pass that is not observed; the number of its call is not known there."""
         is_noised = phase != "backward" or self.request.backward
@@ -271,6 +319,8 @@ class Audit(OperatorAudit):
         (found,) = self._sample_of(operator, arguments, result)
         if found is None:
             return
+        if shards is not None:
+            found = in_whole(found, result, shards)
         if error is None:
             if self.checks_exact:
                 self.receipt.add(cell, compare_exact(found))
@@ -305,7 +355,7 @@ class Audit(OperatorAudit):
         observation.stack.append(Visit(passed, part, visit * VISIT, node is not None))
         observation.stack[-1].is_lost = is_lost
         observation.note_start(None if is_lost else passed, part, visit)
-        if observation.kind is None and node is None and not observation.is_on:
+        if (observation.kind is None or part in self.request.late) and node is None and not observation.is_on:
             observation.switch_on()
 
     def _leave_part(self, observation: Observation, *_: Any) -> None:
@@ -362,8 +412,7 @@ class Audit(OperatorAudit):
             if (missing := pending.expected_gradients - pending.norm_gradients) > 0:
                 self.receipt.note(self.receipt.escapes, "the gradient of a norm's input", missing)
 
-    def _wrong_norm(self, part: int, what: str | None) -> None:
-        where = f"a norm in {self._names[part]}"
+    def _wrong_result(self, where: str, what: str | None) -> None:
         if what is None:
             self.receipt.note(self.receipt.escapes, where)
         else:

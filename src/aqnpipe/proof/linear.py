@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from aqnpipe.device import is_being_captured
 from aqnpipe.models.parts import PlaceHook
-from aqnpipe.proof.observation import Observation, is_same
+from aqnpipe.proof.observation import Observation, first_of, is_same
 
 _PLAIN = (Tensor, nn.Parameter)
+
+_KEPT_ROWS = 4
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
@@ -59,15 +61,29 @@ def _leave(
     output: Any,
 ) -> None:
     is_here = observation.is_on and threading.get_ident() == observation.thread
+    output = first_of(output)
     if not is_here or type(output) not in _PLAIN or not output.numel() or observation.stack[-1].is_lost:
         return
     latest = observation.latest
     if is_same(latest, output):
-        # In inference mode nobody counts changes.
-        if not output.is_inference() and output._version:
+        is_changed = bool(output._version) if not output.is_inference() else _has_changed(observation)
+        if is_changed:
             note(f"the output of {name} was changed in place behind its product")
-    elif is_first and not _is_sum(latest, module.bias, output):
+    elif is_first and not _is_sum(latest, getattr(module, "bias", None), output):
         note(f"the output of {name} is not the result of its product, so other code computes in its place")
+
+
+def values_of(product: Tensor) -> Tensor:
+    """Return a copy of some values of a product."""
+    return product.detach()[:: max(len(product) // _KEPT_ROWS, 1)].clone()
+
+
+def _has_changed(observation: Observation) -> bool:
+    latest, before = observation.latest, observation.latest_values
+    if latest is None or before is None:
+        return False
+    with _disable_current_modes():
+        return not torch.equal(values_of(latest).nan_to_num(), before.nan_to_num())
 
 
 def _is_sum(product: Tensor | None, bias: Any, output: Tensor) -> bool:
@@ -116,18 +132,21 @@ def product_node(output: Tensor) -> Any:
     return node if node is not None and node.name() in ("MmBackward0", "AddmmBackward0") else None
 
 
-def factors_of(
-    module: nn.Module, args: tuple[Any, ...], output: Tensor
-) -> tuple[str, dict[str, Tensor], Tensor] | None:
+def factors_of(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[str, dict[str, Tensor], Tensor] | None:
     """Return the operator of a linear module, its arguments and its result as matrices.
 
     None if the product may have had other ones: of another number format, of one row, or weights that are elsewhere by
     now. None also for a result that a CUDA graph captures, which has no values yet.
     """
-    weight: Any = module.weight
-    bias: Any = module.bias
-    inputs = args[0] if args else None
-    if not isinstance(inputs, Tensor) or inputs.dim() < 2 or not inputs.dtype == weight.dtype == output.dtype:
+    weight: Any = getattr(module, "weight", None)
+    bias: Any = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
+    inputs, output = args[0] if args else None, first_of(output)
+    if (
+        not isinstance(inputs, Tensor)
+        or not isinstance(weight, Tensor)
+        or inputs.dim() < 2
+        or not inputs.dtype == weight.dtype == output.dtype
+    ):
         return None
     if type(weight) not in _PLAIN or weight.device != output.device or is_being_captured(output):
         return None

@@ -18,7 +18,7 @@ from aqnpipe.noise.audit.random_numbers import Draws
 from aqnpipe.proof.comparison import compare
 from aqnpipe.proof.observation import Observation, is_same
 from aqnpipe.proof.receipt import Seen
-from aqnpipe.proof.recompute import Sampled, at, in_memory
+from aqnpipe.proof.recompute import Sampled, Shards, at, in_memory, in_whole
 
 MODULE_ERROR = "module_error"
 
@@ -27,6 +27,7 @@ class RequestedModule(NamedTuple):
     """An error that was requested of a module: `operator` and `where` name it, `stream` its random numbers.
 
     `part` is the part of the model that contains it. `is_last`: the module returns what has the error.
+    `shards`: the columns that a tensor-parallel worker has of the tensor; None if it has all.
     """
 
     module: nn.Module
@@ -36,6 +37,7 @@ class RequestedModule(NamedTuple):
     error: TensorError
     stream: str
     is_last: bool = False
+    shards: Shards | None = None
 
 
 def compare_module(
@@ -45,6 +47,8 @@ def compare_module(
     index = rng.integers(0, max(result.numel(), 1), min(count, result.numel()))
     place = np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
     sampled = Sampled(in_memory(result, place), at(exact, place), np.zeros(len(index)), at(result, place))
+    if requested.shards is not None:
+        sampled = in_whole(sampled, result, requested.shards)
     return sampled, compare(sampled, requested.error, draws, result.dtype)
 
 

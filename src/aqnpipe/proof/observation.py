@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aqnpipe.noise.audit.classification import MatrixParameters
 from aqnpipe.proof.quantized import Weights
+from aqnpipe.proof.recompute import Shards
 
 
 class Start(NamedTuple):
@@ -66,6 +67,11 @@ def is_same(one: Any, other: Any) -> bool:
     return are_tensors and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
+def first_of(output: Any) -> Any:
+    """Return the first of the outputs of a module."""
+    return output[0] if isinstance(output, tuple) and output else output
+
+
 class Observation:
     """Observations of one pass, and of the backward pass through its graph.
 
@@ -89,14 +95,19 @@ class Observation:
         # Norms that are modules: results and gradients seen, calls that run, gradients to be seen.
         self.norms = self.norm_gradients = self.expected_gradients = 0
         self.around_norms: list[NormCall] = []
-        self.uncalled_norms: dict[nn.Module, int] = {}
+        self.uncalled_norms: dict[nn.Module, str] = {}
+        # Modules that run and compute one operator as a whole.
+        self.inside_results = 0
+        # The columns that a tensor-parallel worker has of the results of the modules that run.
+        self.shards: list[Shards] = []
         # The latest norm's value before and after its error, and the latest value that got an error on a module.
         self.latest_norm: tuple[Tensor, Tensor] | None = None
         self.with_module_error: Tensor | None = None
         self.operations = self.noised_operations = 0
         self.names: list[str] = []
-        # Of the product that was observed last.
+        # Of the product that was observed last, and in inference mode, where nobody counts changes, values of it.
         self.latest: Tensor | None = None
+        self.latest_values: Tensor | None = None
         self.module_results: dict[int, Tensor] = {}
         self.module_calls: Counter[tuple[int, int, bool]] = Counter()
         # The output whose hooks run at present, and the modules whose outputs were computed again.
@@ -152,7 +163,7 @@ class Observation:
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        self.latest = None
+        self.latest = self.latest_values = None
         self.module_results.clear()
         self.latest_norm = self.with_module_error = self.at_output = None
 

@@ -36,6 +36,21 @@ NO_PRODUCTS_BY_PREFIX = (
 """Beginnings of the names of such operations: pooling, padding, resizing, other norms and losses."""
 
 
+NO_PRODUCTS_OF_VLLM = frozenset(
+    {
+        *("_C.fused_add_rms_norm", "_C.gelu_and_mul", "_C.gelu_fast", "_C.gelu_new", "_C.gelu_quick"),
+        *("_C.gelu_tanh", "_C.gelu_tanh_and_mul", "_C.relu_squared", "_C.rms_norm", "_C.rotary_embedding"),
+        *("_C.shm_all_gather", "_C.silu_and_mul", "c10d._allgather_base_", "vllm.all_gather", "vllm.all_reduce"),
+        *("vllm.flashinfer_rotary_embedding", "vllm.unified_kv_cache_update"),
+        *("vllm_ir.fused_add_rms_norm", "vllm_ir.rms_norm"),
+    }
+)
+"""Operators of vLLM that multiply no matrices: norms, activations, rotary embeddings, and exchanges between workers.
+
+All others are refused in noised layers: fused experts, quantised products, operators of future versions; and attention
+outside of the module that has the error.
+"""
+
 COLLECTIVES = frozenset({"_c10d_functional", "c10d", "fsdp"})
 """Namespaces of operations that move tensors between processes."""
 
@@ -57,8 +72,11 @@ def is_composite(function: Any) -> bool:
 
 
 def machine_name(operator: str) -> str:
-    """Return the operator that has the error: a sum with a product is the product, then the sum."""
-    return {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}.get(operator, operator)
+    """Return the operator that has the error: a sum with a product is the product, then the sum.
+
+    A sum over tensor-parallel workers is the product of one.
+    """
+    return {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "sum": "mm"}.get(operator, operator)
 
 
 def is_no_product(name: str) -> bool:

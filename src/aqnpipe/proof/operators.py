@@ -20,12 +20,14 @@ from aqnpipe.noise.audit.operation_counts import operations_of
 from aqnpipe.noise.audit.random_numbers import Draws, derived_key
 from aqnpipe.proof.comparison import compare, compare_exact
 from aqnpipe.proof.elementwise import ELEMENTWISE
+from aqnpipe.proof.linear import values_of
 from aqnpipe.proof.modules import MODULE_ERROR, RequestedModule, compare_module
 from aqnpipe.proof.names import operator_name
-from aqnpipe.proof.norms import NORM, NORM_GRADIENT
+from aqnpipe.proof.norms import ATTENTION, NORM, NORM_GRADIENT, RESULTS, SUM
 from aqnpipe.proof.observation import Mode, Observation
 from aqnpipe.proof.operations import (
     COLLECTIVES,
+    NO_PRODUCTS_OF_VLLM,
     arguments_of,
     is_composite,
     is_no_product,
@@ -35,7 +37,16 @@ from aqnpipe.proof.operations import (
 from aqnpipe.proof.outputs import RequestedOutput
 from aqnpipe.proof.quantized import with_rounded_factors
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Seen
-from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN, WHOLE_SUMS, Arguments, Sampled, numbered_in_order
+from aqnpipe.proof.recompute import (
+    RECOMPUTED,
+    UNPROVEN,
+    WHOLE_SUMS,
+    Arguments,
+    Sampled,
+    Shards,
+    in_whole,
+    numbered_in_order,
+)
 
 _SAMPLES = 16
 _SAMPLES_OF_OWN = 128
@@ -56,6 +67,11 @@ class AuditRequest(NamedTuple):
     `counts_operations`: floating-point operations are counted in passes that are observed as a whole. `changed_behind`:
     parts in which something comes behind the errors of norms, such as simulated faults; None where it may come
     anywhere.
+
+    Of an inference engine, with the part of each module: `linears` are its linear modules with their paths, in place of
+    torch's; `results` compute one operator as a whole, which is named in words; `shards`: the columns that this worker
+    has of results in a module. `late`: parts that are called when the pass has returned. `watches_launches`: kernels of
+    Triton may be products. `num_samples`: elements of each result that are compared.
     """
 
     error: AppliedError | MeasuredError | None
@@ -71,6 +87,12 @@ class AuditRequest(NamedTuple):
     outputs: Sequence[RequestedOutput] = ()
     counts_operations: bool = False
     changed_behind: Set[int] | None = None
+    linears: Mapping[nn.Module, tuple[int, str]] | None = None
+    results: Mapping[nn.Module, tuple[int, str]] = {}
+    shards: Mapping[nn.Module, tuple[int, Shards]] = {}
+    late: Set[int] = frozenset()
+    watches_launches: bool = False
+    num_samples: int = _SAMPLES
 
     def error_at(self, part: int) -> PlacedError | None:
         """Return the error that was requested of a part; None if none was."""
@@ -132,8 +154,10 @@ class OperatorAudit:
         self._is_quantized = isinstance(request.error, FakeQuantization)
         self._is_measured = isinstance(request.error, MeasuredError)
         # What a user announced of a size is checked beside single values, and takes more of them.
-        self._samples = _SAMPLES_OF_OWN if isinstance(request.error, OwnError) else _SAMPLES
+        self._samples = _SAMPLES_OF_OWN if isinstance(request.error, OwnError) else request.num_samples
         self._recomputed = {**RECOMPUTED, **(ELEMENTWISE if request.elementwise else {})}
+        if request.results:
+            self._recomputed |= dict.fromkeys((ATTENTION, SUM), ELEMENTWISE[NORM])
         if self._is_measured:
             self._recomputed |= {**WHOLE_SUMS, "norm": ELEMENTWISE["norm"]}
 
@@ -158,6 +182,8 @@ class OperatorAudit:
             result = function(*args, **kwargs)
             self._module(observation, args, result)
             return result
+        if observation.inside_results:
+            return self._inside_result(observation, kind, function, args, kwargs)
         if not kind.is_product:
             result = function(*args, **kwargs)
             self._classify(observation, function, kind, args, kwargs, result)
@@ -168,7 +194,7 @@ class OperatorAudit:
         is_in_place = operator != kind.name
         arguments = arguments_of(function, args, kwargs, copies_first=is_in_place)
         result = function(*args, **kwargs)
-        if operator == NORM:
+        if operator in RESULTS:
             observation.norms, observation.latest_norm = observation.norms + 1, (args[0], result)
         is_into = is_in_place or function._overloadname.endswith("out")
         if is_into:
@@ -181,13 +207,28 @@ class OperatorAudit:
             observation.noised_operations += operations
         if isinstance(result, Tensor):
             observation.latest = result
+            observation.latest_values = values_of(result) if result.is_inference() and result.dim() else None
+        return result
+
+    def _inside_result(
+        self, observation: Observation, kind: _Kind, function: Any, args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an operator of a module whose result alone has an error; products inside are exact."""
+        if not kind.is_product or kind.operator != kind.name or function._overloadname.endswith("out"):
+            return function(*args, **kwargs)
+        arguments = arguments_of(function, args, kwargs, copies_first=False)
+        result = function(*args, **kwargs)
+        if isinstance(result, Tensor) and result.is_floating_point():
+            where = self._names[observation.stack[-1].part]
+            cell = Cell(self.request.stream, where, kind.operator, str(result.dtype).removeprefix("torch."))
+            self._exact_product(cell, kind.operator, arguments, result)
         return result
 
     def _kind_of(self, function: Any) -> _Kind:
         """Return what an operator is; known anew for each audit, because kernels may be registered meanwhile."""
         name, namespace = function.overloadpacket.__name__, function.namespace
         operator = name.removesuffix("_") if name.removesuffix("_") in self._recomputed else name
-        own = "aqnpipe" if operator in (NORM, NORM_GRADIENT) else "aten"
+        own = "aqnpipe" if operator in (*RESULTS, NORM_GRADIENT) else "aten"
         is_product = namespace == own and (operator in self._recomputed or operator in UNPROVEN)
         found = self._kinds[function] = _Kind(
             name,
@@ -195,7 +236,9 @@ class OperatorAudit:
             is_product,
             is_composite=not is_product and is_composite(function),
             is_module_error=namespace == "aqnpipe" and name == MODULE_ERROR,
-            is_harmless=is_known(function) or (namespace == "aten" and is_no_product(name)),
+            is_harmless=is_known(function)
+            or (namespace == "aten" and is_no_product(name))
+            or f"{namespace}.{name}" in NO_PRODUCTS_OF_VLLM,
         )
         return found
 
@@ -309,6 +352,8 @@ class OperatorAudit:
             self.receipt.add(cell, Seen(products=int(nth == 0)))
             if found is not None:
                 numbered = numbered_in_order(found, results[nth]) if is_into else found
+                if observation.shards:
+                    found = numbered = in_whole(numbered, results[nth], observation.shards[-1])
                 draws = Draws.of(key, call, stream + nth)
                 with self.exactly():
                     seen = compare(numbered, error, draws, results[nth].dtype)

@@ -14,6 +14,9 @@ from torch import Tensor
 from aqnpipe.error_bounds import gamma
 from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray
 
+Shards = Sequence[tuple[int, int, int]]
+"""Columns of a whole result, one after the other: first column, number of columns, and width of the whole."""
+
 
 class Sampled(NamedTuple):
     """Elements of one result: `numbers` as they lie in memory, `exact` values, their `slack`, and values as `found`.
@@ -118,6 +121,23 @@ def numbered_in_order(sampled: Sampled, result: Tensor) -> Sampled:
     """Return samples numbered row by row: the product was made in memory of its own, and copied into `result`."""
     place = place_of(result, sampled.numbers)
     return sampled._replace(numbers=np.ravel_multi_index(place, tuple(result.shape)).astype(np.int64))
+
+
+def in_whole(sampled: Sampled, result: Tensor, shards: Shards) -> Sampled:
+    """Return samples numbered as in the whole, of which each row of `result` has the columns `shards`.
+
+    Columns behind them pad a vocabulary: nothing is expected there.
+    """
+    place = place_of(result, sampled.numbers)
+    rows, columns = np.divmod(np.ravel_multi_index(place, tuple(result.shape)), result[:1].numel())
+    ends = np.cumsum([size for _, size, _ in shards])
+    kept = columns < ends[-1]
+    rows, columns = rows[kept], columns[kept]
+    starts = np.array([start for start, _, _ in shards]) - np.append(0, ends[:-1])
+    numbers = rows * shards[0][2] + columns + starts[np.searchsorted(ends, columns, side="right")]
+    values: dict[str, Any] = sampled._asdict()
+    values |= {name: value[kept] for name, value in values.items() if isinstance(value, np.ndarray)}
+    return Sampled(**values | {"numbers": numbers})
 
 
 def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:

@@ -9,7 +9,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from aqnpipe.config.noise import NoiseSpec, OperatorNoise
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.machine.machine import NoiseKey
-from aqnpipe.noise.injection.phase import PassObservation, phase_noise
+from aqnpipe.noise.injection.pass_observation import PassObservation
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 

@@ -5,7 +5,7 @@ import torch
 
 from aqnpipe.config.noise import AbsoluteGaussian, MantissaTruncation, RelativeGaussian, SystematicBias
 from aqnpipe.noise.kernels.error_models import apply_error_
-from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shard_
+from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
 from aqnpipe.noise.kernels.stream import NoiseStream
 
 SOURCE = NoiseStream(key=7, call=3)
@@ -28,7 +28,7 @@ def test_two_shares_get_the_noise_of_the_whole(error, dtype):
     clean = values(7, 300, dtype=dtype)
     whole = apply_error_(clean.clone(), error, SOURCE)
     shares = [Shard(0, 100, 300), Shard(100, 200, 300)]
-    parts = [apply_error_to_shard_(shard.of(clean).clone(), shard, error, SOURCE) for shard in shares]
+    parts = [apply_error_to_shards_(shard.of(clean).clone(), (shard,), error, SOURCE) for shard in shares]
     assert torch.equal(torch.cat(parts, -1), whole)
     assert not torch.equal(whole, clean)
 
@@ -40,16 +40,26 @@ def test_a_share_may_be_a_view_and_have_heads():
     whole = apply_error_(clean.clone(), error, SOURCE)
     merged = torch.cat([values(5, 3), clean[:, 32:]], -1)
     view = merged[:, 3:]
-    assert apply_error_to_shard_(view, Shard(32, 32, 64), error, SOURCE) is view
+    assert apply_error_to_shards_(view, (Shard(32, 32, 64),), error, SOURCE) is view
     assert torch.equal(merged[:, 3:], whole[:, 32:])
     heads = clean[:, 32:].clone().view(5, 4, 8)
-    apply_error_to_shard_(heads, Shard(32, 32, 64), error, SOURCE)
+    apply_error_to_shards_(heads, (Shard(32, 32, 64),), error, SOURCE)
     assert torch.equal(heads.flatten(1), whole[:, 32:])
+
+
+def test_a_merged_result_may_have_columns_of_several_projections_and_padding():
+    """Queries of 8 columns and keys of 4: this worker has the second half of both, and 3 columns of padding."""
+    clean, error = values(5, 12), RelativeGaussian(scale=0.1)
+    whole = apply_error_(clean.clone(), error, SOURCE)
+    padding = values(5, 3)
+    own = torch.cat([clean[:, 4:8], clean[:, 10:], padding], -1)
+    apply_error_to_shards_(own, (Shard(4, 4, 12), Shard(10, 2, 12)), error, SOURCE)
+    assert torch.equal(own, torch.cat([whole[:, 4:8], whole[:, 10:], padding], -1))
 
 
 def test_shares_of_the_same_columns_get_the_same_noise():
     clean, error, shard = values(4, 8), RelativeGaussian(scale=0.1), Shard(8, 8, 16)
-    first, second = (apply_error_to_shard_(clean.clone(), shard, error, SOURCE) for _ in range(2))
+    first, second = (apply_error_to_shards_(clean.clone(), (shard,), error, SOURCE) for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -64,4 +74,4 @@ def test_the_whole_is_put_together_from_the_shares_of_all_workers():
 
 def test_an_empty_batch_stays_empty():
     empty = torch.empty(0, 8)
-    assert apply_error_to_shard_(empty, Shard(8, 8, 16), RelativeGaussian(scale=0.1), SOURCE).shape == (0, 8)
+    assert apply_error_to_shards_(empty, (Shard(8, 8, 16),), RelativeGaussian(scale=0.1), SOURCE).shape == (0, 8)

@@ -1,64 +1,56 @@
-"""Applies noise and faults to vLLM's modules for one batch, measures them, and always removes them.
+"""Runs a batch of vLLM's model on a simulated machine: `noise.injection.phase` on the sites of an engine.
 
-This is the counterpart of `noise.injection.phase`, and has `FaultInjection` in common with it. vLLM's operators are not
-torch's but modules of known classes, so noise is applied at these modules:
+vLLM's products are those of torch. What is different is where they are:
 
-- Linear modules: at `quant_method.apply`, the product itself. In merged modules (qkv_proj, gate_up_proj) each
-  projection gets its own error and its own line in the receipt. The bias is added after the error.
-- Attention: one operator, with noise on its output (`attention: fused`). The two products inside are out of reach.
-- RMSNorm: on the normalised output, with or without the addition that vLLM fuses into it.
-- Activation: vLLM fuses it with the product that follows; here both are computed separately.
+- Merged modules (qkv_proj, gate_up_proj) compute several projections in one product, which has one error. Module noise
+  and faults of single projections act on their columns, through `Tap` modules.
+- Attention is a kernel of the engine over its own cache. Its module is one operator, with noise on its result
+  (`attention: fused`). The two products inside are out of reach.
+- RMSNorms have noise on their normalised output, with or without the addition that vLLM fuses into them.
+- An activation is fused with the product that follows; here both are computed separately.
+- The output projection is called when the forward of the model has returned; columns that pad its vocabulary have no
+  noise.
+- A decoder layer returns (hidden, residual), whose sum is the output of transformers' layer. Faults and AQN noise on
+  hidden states act on this sum.
 
-With tensor parallelism a worker has some columns of most outputs. Noise is numbered by the elements of the whole, so
+With tensor parallelism a worker has some columns of most results. Noise is numbered by the elements of the whole, so
 that several workers get the noise of one. Row-parallel products are added up over the workers before the noise, which
 is then the same on all.
-
-A decoder layer returns (hidden, residual), whose sum is the output of transformers' layer. Faults and AQN noise on
-hidden states act on this sum.
-
-Two checks find what this misses. `EngineAudit` observes forwards drawn at random: it classifies every operation of
-noised layers and recomputes sampled numbers of the noise. And noise must reach all operators of a noised layer in every
-forward.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import OperatorNoise, PlacedError, TensorError
+from aqnpipe.config.noise import ModuleNoise, OperatorNoise, Phase
 from aqnpipe.config.vllm_support import is_without_vllm
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.linears import Linear
 from aqnpipe.generation.vllm.modules import EngineModel
-from aqnpipe.generation.vllm.reference_check import EngineReferenceCheck
 from aqnpipe.generation.vllm.replacement import replace
-from aqnpipe.generation.vllm.state import EngineState, Place
-from aqnpipe.generation.vllm.tensor_parallel import on_share, summed, whole_bias
-from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.generation.vllm.tensor_parallel import on_share
+from aqnpipe.machine.machine import Machine, NoiseKey, Request
+from aqnpipe.machine.norms import ATTENTION, SUM
 from aqnpipe.models.layout import layer_of
-from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.hooks import keep, on_input, on_output
+from aqnpipe.noise.injection.phase import phase_on
+from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.passes import PassRow
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
-_GATED: dict[str, tuple[str, Callable[..., Tensor]]] = {"SiluAndMul": ("silu", F.silu), "GeluAndMul": ("gelu", F.gelu)}
+_SAMPLES = 64
+"""Elements of each observed result that the audit of an engine compares."""
+
+_GATED: dict[str, Callable[..., Tensor]] = {"SiluAndMul": F.silu, "GeluAndMul": F.gelu}
 """vLLM's gated activations: they multiply the activation of one half of their input by the other half."""
-
-_ACTIVE = "_aqnpipe_noise"
-"""Attribute of a model while noise is installed on it."""
-
-_FIRST_MODULE = 16
-"""Streams of random numbers of modules have higher numbers than those of operators and hidden states."""
 
 
 def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
@@ -106,272 +98,309 @@ def engine_noise(
     vLLM's modules.
     """
     check_noise_is_supported(engine, noise)
-    if hasattr(engine.model, _ACTIVE):
-        raise ModelError(f"noise is already installed on this {type(engine.model).__name__}; injections do not nest")
-    state = EngineState(engine, noise, key, recorder, hidden_sigmas or {})
-    recorder.note_installed(
-        noise.phase, operator_noise=noise.operator_noise, module_noise=noise.module_noise, faults=noise.faults
-    )
-    with ExitStack() as stack:
-        replace(stack, engine.model, _ACTIVE, True)
-        _EngineInjection(engine, state, noise, faults, hidden_sigmas or {}).install(stack)
-        yield state.shards
-    recorder.settle()
+    sites = EngineSites(engine, noise, hidden_sigmas or {})
+    with phase_on(sites, noise, noise.phase, key, recorder, faults=faults, hidden_sigmas=hidden_sigmas):
+        yield sites.noised_shards
 
 
-class _EngineInjection:
-    """One batch on one worker's model: registers the hooks and keeps the place of the computation up to date."""
+class _Columns:
+    """The columns that a worker has of a result: `own` of each projection by its name, and `placed` in all of them."""
 
-    def __init__(
-        self,
-        engine: EngineModel,
-        state: EngineState,
-        noise: PassNoise,
-        faults: ActiveFaults,
-        hidden_sigmas: Mapping[int, float],
-    ) -> None:
-        self._engine = engine
-        self._state = state
-        self._noise: OperatorNoise | None = noise.operator_noise_in(noise.phase)
-        modules = noise.module_noise_in(noise.phase)
+    def __init__(self, own: Mapping[str, Shard]) -> None:
+        self.own, start, placed = own, 0, []
+        width = sum(shard.width for shard in own.values())
+        for shard in own.values():
+            placed.append(Shard(start + shard.start, shard.size, width))
+            start += shard.width
+        self.placed = tuple(placed)
+
+
+class _CountedPasses:
+    """Counts the passes of an engine, which mixes rows of different lengths; `row` is the present one."""
+
+    def __init__(self, phase: Phase, step: int) -> None:
+        self.row = PassRow(phase, step, passes=1)
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Begin a pass."""
+
+    def leave_part(self, output: Any, *, is_noised: bool) -> None:
+        """Leave a part of the model."""
+
+    def end(self, output: Any) -> None:
+        """End a pass."""
+
+
+class EngineSites(ModelSites):
+    """The sites of a model of vLLM on one worker, for one batch.
+
+    `noised_shards`: by operator, the shares of results that a tensor-parallel worker has put errors on.
+    """
+
+    def __init__(self, engine: EngineModel, noise: PassNoise, hidden_sigmas: Mapping[int, float]) -> None:
+        self.model = engine.model
+        self.layers = [layer.module for layer in engine.layers]
+        self.head = engine.logits[0] if engine.logits else engine.head.module
+        self.shared = partial(on_share, engine.shards)
+        self.noised_shards: dict[str, set[Shard]] = {}
+        self._engine, self._noise, self._hidden_sigmas = engine, noise, hidden_sigmas
+        self._operators: OperatorNoise | None = noise.operator_noise_in(noise.phase)
+        modules: ModuleNoise | None = noise.module_noise_in(noise.phase)
         self._selected = engine.select(modules.modules, modules.exclude) if modules is not None else []
-        self._modules = modules
-        if modules is not None:
-            state.recorder.expect_modules(len(self._selected))
         self._noises_inputs = modules is not None and modules.point == "input"
         self._faulty = {(fault.layer, fault.site) for fault in noise.faults}
         self._sums = {layer for layer, site in self._faulty if site == "layer_output"}
         self._sums |= {layer for layer, sigma in hidden_sigmas.items() if sigma > 0}
-        self._fault_injection = FaultInjection(
-            state, faults, hidden_sigmas, engine.site_module, partial(on_share, engine.shards)
-        )
-        self._reference_check = EngineReferenceCheck(state, self._noise)
-        # By place: the operators that noise must reach in every forward, and those that it reached in the present one.
-        self._expected: dict[int, set[str]] = defaultdict(set)
-        self._reached: set[str] = set()
-        # Of the present forward. vLLM computes logits several times in it, one request after the other, if
-        # log-probabilities of prompts are requested; each call needs its own random numbers.
-        self._places: dict[int, Place] = {}
+        # Of the modules that compute now and have columns of a whole.
+        self._running: list[_Columns] = []
 
-    def install(self, stack: ExitStack) -> None:
-        """Register all hooks; `stack` removes them."""
-        engine = self._engine
-        stack.callback(self._reference_check.report)
-        keep(stack, engine.model.register_forward_pre_hook(self._enter_model))
-        self._install_on_modules(stack)
-        for index, layer in enumerate(engine.layers):
-            self._install_place(stack, index, layer.module)
-            self._install_on_linears(stack, index, layer.linears)
-            if self._noise is not None and self._noise.error_in(index) is not None:
-                self._install_on_operators(stack, index)
-            if index in self._sums:
-                keep(stack, layer.module.register_forward_hook(partial(_through_sum, layer.output)))
-            self._fault_injection.install(stack, index)
-        for logits in engine.logits:
-            self._install_place(stack, len(engine.layers), logits)
-            if engine.head_is_plain and not self._is_changed_inside(engine.head, None):
-                self._reference_check.install_on_head(stack, logits, engine.head)
-        self._install_on_linears(stack, None, [engine.head])
-        self._state.audit.install(stack)
+    # -- what a phase asks for -----------------------------------------------------------------------------------------
 
-    def _is_changed_inside(self, linear: Linear, layer: int | None) -> bool:
-        """Return whether noise or faults change inputs or outputs inside a linear module, unseen by its own hooks."""
+    @property
+    def roots(self) -> tuple[nn.Module, ...]:
+        """See `ModelSites`."""
+        return (self.model,)
+
+    @property
+    def attention(self) -> str | None:
+        """See `ModelSites`."""
+        return "fused"
+
+    def modules(self, noise: ModuleNoise) -> Mapping[str, nn.Module]:
+        """See `ModelSites`: norms, and taps at projections and at inputs of norms."""
+        projections, modules = self._engine.projections(), dict(self.model.named_modules())
+        inputs: Mapping[str, nn.Module] = self._engine.norm_inputs
+        found: dict[str, nn.Module] = {}
+        for name in self._selected:
+            if name not in projections:
+                found[name] = inputs[name] if self._noises_inputs else modules[name]
+                continue
+            found[name] = projections[name].input if self._noises_inputs else projections[name].output
+            for shard in self.shards_of(found[name]) or ():
+                self.noised_shards.setdefault(f"module.{projections[name].name}", set()).add(shard)
+        return found
+
+    def site(self, model: nn.Module, layer: int, site: str) -> nn.Module:
+        """See `ModelSites`."""
+        return self._engine.site_module(model, layer, site)
+
+    def layer_output(self, layer: int) -> nn.Module:
+        """See `ModelSites`; the sum of what a layer returns, if something acts on it."""
+        return self._engine.layers[layer].output if layer in self._sums else self.layers[layer]
+
+    def shards_of(self, module: nn.Module) -> tuple[Shard, ...] | None:
+        """See `ModelSites`."""
+        shard = self._engine.shards.get(module)
+        for projection in self._engine.projections().values():
+            if module in (projection.input, projection.output):
+                shard = projection.input_shard if module is projection.input else projection.output_shard
+        return None if shard is None else (shard,)
+
+    def requested_sigma(self, recorder: ReceiptRecorder, step: int, target: int | str) -> float:
+        """See `ModelSites`: the trainer sends the sigmas of a rollout."""
+        if isinstance(target, int):
+            return self._hidden_sigmas.get(target, 0.0)
+        return self._noise.norm_sigmas.get(target, 0.0)
+
+    def reads_one_token(self, number: int, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """See `ModelSites`. All prompts are read first, mostly in one forward; rows may differ in their numbers."""
+        return number > 0
+
+    def observation(self, phase: Phase, step: int, *, rounds: bool) -> _CountedPasses:
+        """See `ModelSites`."""
+        return _CountedPasses(phase, step)
+
+    def request(self, request: Request) -> Request:
+        """See `ModelSites`."""
+        results = {module: kind for module, (_, kind, _) in self._results.items()}
+        return request._replace(results=results, shards=self._present_shards)
+
+    def audit_settings(self) -> Mapping[str, Any]:
+        """See `ModelSites`."""
+        return {
+            "counts_operations": False,
+            "linears": self._plain_linears(),
+            "results": {module: (part, name) for module, (part, _, name) in self._results.items()},
+            "shards": {module: (part, columns.placed) for module, (part, columns) in self._columns.items()},
+            "late": {len(self.layers)},
+            "watches_launches": True,
+            "num_samples": _SAMPLES,
+        }
+
+    def _present_shards(self) -> tuple[Shard, ...] | None:
+        """Return the columns of the result that gets an error now."""
+        if not self._running:
+            return None
+        columns = self._running[-1]
+        for name, shard in columns.own.items():
+            if shard.size < shard.width:
+                self.noised_shards.setdefault(name, set()).add(shard)
+        return columns.placed
+
+    # -- structure -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _linears(self) -> list[tuple[int, Linear]]:
+        """The linear modules with their parts."""
+        found = [(index, linear) for index, layer in enumerate(self._engine.layers) for linear in layer.linears]
+        return [*found, (len(self.layers), self._engine.head)]
+
+    def _has_error(self, part: int) -> bool:
+        return self._operators is not None and part in self._operators.errors_by_part(len(self.layers))
+
+    @cached_property
+    def _results(self) -> dict[nn.Module, tuple[int, str, str]]:
+        """The modules that compute one operator as a whole: part, operator, and name in words."""
+        found: dict[nn.Module, tuple[int, str, str]] = {}
+        for part, layer in enumerate(self._engine.layers):
+            if self._has_error(part):
+                found |= dict.fromkeys(layer.attentions, (part, ATTENTION, f"attention in {layer.name}"))
+                for linear in layer.linears:
+                    if linear.is_summed:
+                        name = f"{linear.projections[0].name} in {layer.name}"
+                        found[linear.module] = (part, SUM, name)
+        return found
+
+    @cached_property
+    def _columns(self) -> dict[nn.Module, tuple[int, _Columns]]:
+        """The modules whose result is columns of a whole, with their parts."""
+        found: dict[nn.Module, tuple[int, _Columns]] = {}
+        for part, linear in self._linears:
+            own = {f"linear.{each.name}": each.output_shard for each in linear.projections if each.output_shard}
+            if linear is self._engine.head:
+                width = linear.width
+                found[self.head] = (part, _Columns(own or {"linear.lm_head": Shard(0, width, width)}))
+            elif own:
+                found[linear.module] = (part, _Columns(own))
+                for each, (name, shard) in zip(linear.projections, own.items(), strict=True):
+                    found[each.product] = (part, _Columns({name: shard}))
+        for part, layer in enumerate(self._engine.layers):
+            for module in (*layer.attentions, *layer.activations, *layer.norms.values(), *layer.layer_norms):
+                if module in layer.shards:
+                    found[module] = (part, _Columns({type(module).__name__: layer.shards[module]}))
+        return found
+
+    def _is_changed_inside(self, part: int, linear: Linear) -> bool:
+        """Return whether noise or faults act on single projections, or on the output projection."""
+        layer = part if part < len(self.layers) else None
         names = {projection.name for projection in linear.projections}
         faulty = linear.is_merged and any((layer, name) in self._faulty for name in names)
         return faulty or any(layer_of(path) == layer and path.rpartition(".")[2] in names for path in self._selected)
 
-    def _install_on_linears(self, stack: ExitStack, layer: int | None, linears: list[Linear]) -> None:
-        noised = self._noise is not None and self._noise.error_in(layer) is not None
-        for linear in linears:
-            changed_inside = self._is_changed_inside(linear, layer)
-            if layer is not None and (linear.is_summed or not changed_inside):
-                self._reference_check.install(stack, linear)
-            if noised or changed_inside:
-                method = linear.module.quant_method
-                product = self._changed_product if changed_inside else self._product
-                replace(stack, method, "apply", partial(product, linear, method.apply))
-                if linear.is_summed:
-                    replace(stack, linear.module, "reduce_results", False)
-            if noised:
-                index = len(self._engine.layers) if layer is None else layer
-                self._expected[index] |= {f"linear.{projection.name}" for projection in linear.projections}
+    def _plain_linears(self) -> dict[nn.Module, tuple[int, str]]:
+        """Return the linear modules whose output is that of one product on this worker, with part and path."""
+        paths, head = {module: path for path, module in self.model.named_modules()}, self._engine.head
+        found = {}
+        for part, linear in self._linears:
+            is_split = linear.is_merged and self._noises_inputs and self._is_changed_inside(part, linear)
+            if linear is not head and not linear.is_summed and not is_split:
+                found[linear.module] = (part, paths[linear.module])
+        is_changed = self._is_changed_inside(len(self.layers), head) or head.projections[0].output_shard is not None
+        scale, cap = getattr(self.head, "scale", None), getattr(self.head, "soft_cap", None)
+        if self._engine.head_is_plain and not is_changed and scale == 1.0 and cap is None:
+            found[self.head] = (len(self.layers), paths[self.head])
+        return found
 
-    def _install_on_modules(self, stack: ExitStack) -> None:
-        """Register module noise. It comes before the faults, which are applied last."""
-        if self._modules is None:
-            return
-        projections, modules = self._engine.projections(), dict(self._engine.model.named_modules())
-        for ordinal, name in enumerate(self._selected):
-            projection = projections.get(name)
-            if projection is not None and self._noises_inputs:
-                tap, shard = projection.input, projection.input_shard
-            elif projection is not None:
-                tap, shard = projection.output, projection.output_shard
-            else:
-                norm = tap = modules[name]
-                shard = self._engine.shards.get(norm)
-                if self._noises_inputs:
-                    tap = self._engine.norm_inputs[name]
-                    replace(stack, norm, "forward", partial(_norm_of_tapped, tap, norm.forward))
-            noised = partial(self._noised_module, name, ordinal, self._modules.error, shard)
-            if self._noises_inputs:
-                keep(stack, tap.register_forward_pre_hook(partial(on_input, noised)))
-            else:
-                keep(stack, tap.register_forward_hook(partial(on_output, noised)))
+    # -- hooks ---------------------------------------------------------------------------------------------------------
 
-    def _noised_module(
-        self, name: str, ordinal: int, error: TensorError, shard: Shard | None, tensor: Tensor
-    ) -> Tensor:
-        """Return a noised copy of the input or output `tensor` of a selected module."""
-        state, place = self._state, self._state.place
-        place.module_calls[ordinal] += 1
-        source = NoiseStream(place.key, ordinal, _FIRST_MODULE + place.module_calls[ordinal])
-        noised = tensor.clone()
-        state.put_error(f"module.{name.rpartition('.')[2]}", layer_of(name), error, source, noised, shard)
-        state.recorder.count_module(state.phase, name)
-        return noised
+    def install_before(self, stack: ExitStack, machine: Machine) -> None:
+        """See `ModelSites`."""
+        keep(stack, self.model.register_forward_pre_hook(_refuse_compiled))
+        for module, (_, columns) in self._columns.items():
+            keep(stack, module.register_forward_pre_hook(partial(self._enter, columns), prepend=True))
+        for module, (_, kind, _) in self._results.items():
+            replace(stack, module, "forward", partial(_exact, machine, module.forward))
+            if kind == SUM and module.bias is not None and not module.skip_bias_add:
+                # vLLM gives it to one worker, which adds it to the sum; here it comes behind the error.
+                replace(stack, module, "skip_bias_add", True)
+        for part, linear in self._linears:
+            if self._is_changed_inside(part, linear):
+                self._install_taps(stack, linear)
+        if self._noises_inputs:
+            modules = dict(self.model.named_modules())
+            for name in self._selected:
+                if (tap := self._engine.norm_inputs.get(name)) is not None:
+                    replace(stack, modules[name], "forward", partial(_norm_of_tapped, tap, modules[name].forward))
+        if self._operators is not None and self._operators.operators == "all":
+            for part, layer in enumerate(self._engine.layers):
+                for activation in layer.activations if self._has_error(part) else ():
+                    replace(stack, activation, "forward", partial(_gated, activation))
 
-    def _install_on_operators(self, stack: ExitStack, index: int) -> None:
-        layer = self._engine.layers[index]
-        expected = self._expected[index]
-        for attention in layer.attentions:
-            self._noise_forward(stack, expected, "scaled_dot_product_attention", attention)
-        if self._noise is None or self._noise.operators != "all":
-            return
-        for norm in layer.norms.values():
-            expected.add("rms_norm")
-            keep(stack, norm.register_forward_hook(partial(self._after, "rms_norm", self._engine.shards.get(norm))))
-        for norm in layer.layer_norms:
-            self._noise_forward(stack, expected, "layer_norm", norm)
-        for activation in layer.activations:
-            name, function = _GATED[type(activation).__name__]
-            if name == "gelu":
-                function = partial(function, approximate=activation.approximate)
-            expected.add(name)
-            shard = self._engine.shards.get(activation)
-            replace(stack, activation, "forward", partial(self._gated, name, shard, function))
+    def install_behind(self, stack: ExitStack) -> None:
+        """See `ModelSites`."""
+        for module in self._columns:
+            keep(stack, module.register_forward_hook(self._leave, always_call=True))
+        for module, (_, kind, _) in self._results.items():
+            if kind == SUM:
+                keep(stack, module.register_forward_hook(_add_bias))
+        for part, linear in self._linears:
+            if linear is not self._engine.head and self._is_changed_inside(part, linear):
+                keep(stack, linear.module.register_forward_hook(partial(_through_outputs, linear)))
+        for layer in self._sums:
+            output = self._engine.layers[layer].output
+            keep(stack, self.layers[layer].register_forward_hook(partial(_through_sum, output)))
 
-    def _noise_forward(self, stack: ExitStack, expected: set[str], operator: str, module: nn.Module) -> None:
-        """Make the forward of `module`, one operator, a noised call."""
-        expected.add(operator)
-        shard = self._engine.shards.get(module)
-        replace(stack, module, "forward", partial(self._noised, operator, shard, module.forward))
+    def _install_taps(self, stack: ExitStack, linear: Linear) -> None:
+        """Pass the input of a linear module through its tap; of a merged one, only if projections get their own."""
+        method = linear.module.quant_method
+        if linear is self._engine.head:
+            replace(stack, method, "apply", partial(_tapped_head, linear, method.apply))
+        elif not linear.is_merged:
+            tap = linear.projections[0].input
+            keep(stack, linear.module.register_forward_pre_hook(partial(on_input, tap)))
+        elif self._noises_inputs:
+            replace(stack, method, "apply", partial(_separate_products, linear))
 
-    def _install_place(self, stack: ExitStack, index: int, module: nn.Module) -> None:
-        keep(stack, module.register_forward_pre_hook(partial(self._enter, index)))
-        keep(stack, module.register_forward_hook(partial(self._leave, index), always_call=True))
+    def _enter(self, columns: _Columns, *_: Any) -> None:
+        self._running.append(columns)
 
-    def _enter_model(self, module: nn.Module, args: Any) -> None:
-        state = self._state
-        if torch.compiler.is_compiling():
-            raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
-        state.forward_index += 1
-        self._places.clear()
-        self._reference_check.enter_model()
-        state.recorder.count_forward(state.phase)
-        state.recorder.note_passes(PassRow(state.phase, state.key.step, passes=1))
-        if state.forward_index == 0:
-            state.recorder.watch_norms(state.phase, state.model)
-        state.outside = state.place = self._place(None, len(self._engine.layers) + 1, None)
-
-    def _enter(self, index: int, module: nn.Module, args: Any) -> None:
-        layer = index if index < len(self._engine.layers) else None
-        error = self._noise.error_in(layer) if self._noise is not None else None
-        place, before = self._place(layer, index, error), self._places.get(index)
-        if before is not None:
-            place.calls, place.module_calls = before.calls, before.module_calls
-        self._state.place = self._places[index] = place
-        self._reached.clear()
-
-    def _place(self, layer: int | None, index: int, error: PlacedError | None) -> Place:
-        needs_key = error is not None or self._modules is not None
-        return Place(layer, self._state.seed(self._state.phase, index) if needs_key else 0, error)
-
-    def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        state = self._state
-        if state.place.error is not None:
-            for operator in self._expected[index] - self._reached:
-                name = "lm_head" if state.place.layer is None else self._engine.layers[index].name
-                state.recorder.count_escape(state.phase, f"{operator} in {name}")
-        state.place = state.outside
-
-    def _noised_call(self) -> AbstractContextManager[None]:
-        observer = self._state.audit.observer
-        return observer.noised_call() if observer is not None else nullcontext()
-
-    def _apply_error(self, operator: str, tensor: Tensor, shard: Shard | None) -> Tensor:
-        """Apply the error of the current place to a contiguous `tensor`, in place, and return the tensor.
-
-        `shard`: the columns that this worker has of the whole tensor, None for all.
-        """
-        state, place = self._state, self._state.place
-        error: TensorError | None = place.error  # type: ignore[assignment]
-        if error is None:
-            raise RuntimeError(f"{operator} was computed outside a noised layer; this is a bug")
-        place.calls += 1
-        self._reached.add(operator)
-        source = NoiseStream(place.key, place.calls)
-        state.put_error(operator, place.layer, error, source, tensor, shard)
-        return tensor
-
-    def _product(
-        self, linear: Linear, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        """Compute the product of `apply`, with an error on every projection before its bias."""
-        with self._noised_call():
-            product = summed(linear, apply(layer, x, None))
-            for projection, columns in zip(linear.projections, linear.views(product), strict=True):
-                self._apply_error(f"linear.{projection.name}", columns, projection.output_shard)
-        bias = whole_bias(linear, bias)
-        return product if bias is None else product.add_(bias)
-
-    def _changed_product(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self._noised_call():
-            return self._separate_products(*args, **kwargs)
-
-    def _separate_products(
-        self, linear: Linear, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        """Compute the product of `apply` projection by projection, with the hooks on their inputs and outputs.
-
-        If module noise gives each projection its own input, a merged product becomes one product per projection.
-        """
-        projections = linear.projections
-        if linear.is_merged and self._noises_inputs:
-            inputs, weights = [projection.input(x) for projection in projections], layer.weight.split(linear.widths)
-            outputs = [F.linear(values, weight) for values, weight in zip(inputs, weights, strict=True)]
-        else:
-            inputs, weights = [x if linear.is_merged else projections[0].input(x)], [layer.weight]
-            outputs = linear.split(summed(linear, apply(layer, inputs[0], None)))
-        # `outputs` may have padding columns as one more item, which `strict=False` skips.
-        if self._state.place.error is not None:
-            for projection, output in zip(projections, outputs, strict=False):
-                self._apply_error(f"linear.{projection.name}", output, projection.output_shard)
-        products = outputs if len(weights) > 1 else [_joined(outputs)]
-        for values, weight, product in zip(inputs, weights, [] if linear.is_summed else products, strict=False):
-            self._reference_check.compare(values, weight, None, product)
-        bias = whole_bias(linear, bias)
-        if bias is not None:
-            outputs = [output + added for output, added in zip(outputs, linear.split(bias), strict=True)]
-        hooked = [projection.output(output) for projection, output in zip(projections, outputs, strict=False)]
-        return _joined([*hooked, *outputs[len(projections) :]])
-
-    def _noised(
-        self, operator: str, shard: Shard | None, function: Callable[..., Tensor], *args: Any, **kwargs: Any
-    ) -> Tensor:
-        with self._noised_call():
-            return self._apply_error(operator, function(*args, **kwargs), shard)
-
-    def _after(self, operator: str, shard: Shard | None, module: nn.Module, args: Any, output: Any) -> None:
-        self._apply_error(operator, output[0] if isinstance(output, tuple) else output, shard)
-
-    def _gated(self, operator: str, shard: Shard | None, function: Callable[..., Tensor], x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return self._noised(operator, shard, function, gate.contiguous()) * up
+    def _leave(self, *_: Any) -> None:
+        if self._running:
+            self._running.pop()
 
 
-def _joined(outputs: list[Tensor]) -> Tensor:
-    return torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
+def _refuse_compiled(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
+
+
+def _exact(machine: Machine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with machine.exactly():
+        return forward(*args, **kwargs)
+
+
+def _add_bias(module: Any, args: Any, output: Any) -> Any:
+    """Add the bias of a row-parallel module, which it returns beside its product."""
+    if not isinstance(output, tuple) or output[1] is None:
+        return output
+    return output[0].add_(output[1]), None
+
+
+def _separate_products(linear: Linear, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a merged module projection by projection, each of its own input."""
+    weights = layer.weight.split(linear.widths)
+    biases = [None] * len(weights) if bias is None else bias.split(linear.widths)
+    parts = zip(linear.projections, weights, biases, strict=True)
+    return torch.cat([each.product(each.input(x), weight, added) for each, weight, added in parts], dim=-1)
+
+
+def _tapped_head(
+    linear: Linear, apply: Callable[..., Tensor], layer: Any, x: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    return _joined(linear, apply(layer, linear.projections[0].input(x), bias))
+
+
+def _through_outputs(linear: Linear, module: nn.Module, args: Any, output: Any) -> Any:
+    """Pass the columns of each projection through its tap."""
+    return on_output(partial(_joined, linear), module, args, output)
+
+
+def _joined(linear: Linear, output: Tensor) -> Tensor:
+    """Return the output with the columns of each projection as its tap returns them; those behind are padding."""
+    outputs = linear.split(output)
+    parts = [each.output(part) for each, part in zip(linear.projections, outputs, strict=False)]
+    parts += outputs[len(parts) :]
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 def _norm_of_tapped(
@@ -384,11 +413,16 @@ def _norm_of_tapped(
     return forward(tap(total)), total
 
 
+def _gated(activation: Any, x: Tensor) -> Tensor:
+    function, kind = _GATED[type(activation).__name__], type(activation).__name__
+    gate, up = x.chunk(2, dim=-1)
+    settings = {"approximate": activation.approximate} if kind == "GeluAndMul" else {}
+    return function(gate.contiguous(), **settings) * up
+
+
 def _through_sum(tap: nn.Module, module: nn.Module, args: Any, output: Any) -> Any:
     """Pass the sum of a decoder layer's outputs through `tap`; return it with a residual of zero."""
     if not isinstance(output, tuple):
         return tap(output)
     hidden, residual = output
-    # Not of the sum, which the audit must find unread.
-    zero = torch.zeros_like(residual)
-    return tap(hidden + residual), zero
+    return tap(hidden + residual), torch.zeros_like(residual)

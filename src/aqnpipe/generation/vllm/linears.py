@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aqnpipe.errors import ModelError
@@ -24,11 +25,20 @@ class Tap(nn.Module):
         return tensor
 
 
+class Product(nn.Module):
+    """Product with the rows of a merged weight that belong to one projection: a place for hooks."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x @ weight.T + bias`."""
+        return F.linear(x, weight, bias)
+
+
 @dataclass
 class Projection:
     """One projection of a linear module, by its name in transformers.
 
-    Hooks on `input` receive its input, hooks on `output` its output, including the bias. `width` counts the columns on
+    Hooks on `input` receive its input, hooks on `output` its output, including the bias; `product` computes it if it is
+    computed by itself. `width` counts the columns on
     this worker. `input_shard`, `output_shard`: which columns this worker has of the whole; None if it has all.
     """
 
@@ -38,6 +48,7 @@ class Projection:
     output_shard: Shard | None = None
     input: Tap = field(default_factory=Tap)
     output: Tap = field(default_factory=Tap)
+    product: Product = field(default_factory=Product)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aqnpipe.errors import ReceiptError
-from aqnpipe.generation.vllm.audit import FORWARD_KINDS
+from aqnpipe.noise.injection.requested import FORWARD_KINDS
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.receipt_content import RecorderState

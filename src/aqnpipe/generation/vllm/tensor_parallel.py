@@ -1,31 +1,11 @@
-"""Exchange between tensor-parallel workers: row-parallel sums, whole outputs for faults, and measurements."""
+"""Exchange between tensor-parallel workers: whole outputs for faults, and measurements."""
 
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, distributed, nn
 
-from aqnpipe.generation.vllm.linears import Linear
 from aqnpipe.noise.kernels.shards import Shard
-
-
-def summed(linear: Linear, product: Tensor) -> Tensor:
-    """Return the sum of a row-parallel module's products on all workers; other products as they are."""
-    if not linear.is_summed:
-        return product
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    total: Tensor = tensor_model_parallel_all_reduce(product)
-    # On a CPU the sum is written over the product. The audit compares the noised sum with a tensor of its own.
-    return total.clone() if total.data_ptr() == product.data_ptr() else total
-
-
-def whole_bias(linear: Linear, bias: Tensor | None) -> Tensor | None:
-    """Return the bias of a module. For row-parallel ones vLLM gives it to one worker, which adds it to the sum."""
-    if not linear.is_summed:
-        return bias
-    added: Tensor | None = None if linear.module.skip_bias_add else linear.module.bias
-    return added
 
 
 def on_share(

@@ -12,13 +12,10 @@ from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.rows import NoiseCell, PhaseRecord, merged
+from aqnpipe.noise.receipts.rows import PhaseRecord, merged
 
 Shares = Mapping[str, Iterable[Shard]]
-"""The shares that had noise on one worker, by operator; every worker had noise on the whole of other operators."""
-
-_NORMS = frozenset({"rms_norm", "layer_norm"})
-"""Of these the norms of heads are shares and all others whole, so one worker's measurements are kept."""
+"""The shares that had noise on one worker, by projection; every worker had noise on the whole of other results."""
 
 _LISTED = 8
 
@@ -43,7 +40,7 @@ def merged_workers(
         text = "; ".join(problems[:_LISTED])
         more = f"; {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         raise ReceiptError(f"receipt refused: {text}{more}", tuple(problems))
-    return _merged([worker.state for worker in workers], shares)
+    return _merged([worker.state for worker in workers])
 
 
 def _own_problems(worker: WorkerMeasurements, recorder: ReceiptRecorder) -> list[str]:
@@ -71,13 +68,14 @@ def _differences(first: RecorderState, other: RecorderState) -> list[str]:
 
 
 def _call_differences(first: RecorderState, other: RecorderState) -> list[str]:
-    counts = [{cell.place: cell.calls for cell in state.cells} for state in (first, other)]
+    counts = [{cell.place: (cell.calls, cell.elements) for cell in state.cells} for state in (first, other)]
     return [
-        f"{phase} {operator} layer {'lm_head' if layer is None else layer}: {counts[1].get(place, 0)} noised calls, "
-        f"worker 0 had {counts[0].get(place, 0)}"
+        f"{phase} {operator} layer {'lm_head' if layer is None else layer}: {found[0]} noised calls on {found[1]} "
+        f"elements, worker 0 had {expected[0]} on {expected[1]}"
         for place in dict.fromkeys([*counts[0], *counts[1]])
         for phase, operator, layer in [place]
-        if counts[0].get(place, 0) != counts[1].get(place, 0)
+        for expected, found in [(counts[0].get(place, (0, 0)), counts[1].get(place, (0, 0)))]
+        if expected != found
     ]
 
 
@@ -120,30 +118,14 @@ def _is_whole(shares: Sequence[Shard], width: int) -> bool:
     return end == width
 
 
-def _merged(states: Sequence[RecorderState], shares: Sequence[Shares]) -> RecorderState:
+def _merged(states: Sequence[RecorderState]) -> RecorderState:
+    """Return the measurements of the first worker, which counts whole results, with what all of them audited."""
     first = states[0]
     return replace(
         first,
-        cells=[_merged_cell(index, states, shares) for index in range(len(first.cells))],
         phases=[_merged_phase([state.phases[index] for state in states]) for index in range(len(first.phases))],
         foreign_faults=set().union(*(state.foreign_faults for state in states)),
         mismatches=set().union(*(state.mismatches for state in states)),
-    )
-
-
-def _merged_cell(index: int, states: Sequence[RecorderState], shares: Sequence[Shares]) -> NoiseCell:
-    """Add up the elements of different shares; of what all workers have, one worker's are kept."""
-    cell = states[0].cells[index]
-    if cell.operator in _NORMS or cell.operator not in shares[0]:
-        return cell
-    different: dict[tuple[Shard, ...], NoiseCell] = {}
-    for state, own in zip(states, shares, strict=True):
-        found = next(each for each in state.cells if each.place == cell.place)
-        different.setdefault(tuple(sorted(own[cell.operator])), found)
-    return replace(
-        cell,
-        ratios=merged([each.ratios for each in different.values()]),
-        elements=sum(each.elements for each in different.values()),
     )
 
 

@@ -36,11 +36,17 @@ class PhaseMeasurements:
     """Measurements of one phase. `receipt` is what its audit writes, and continues the earlier ones of the run.
 
     `modules`: the names of the modules with noise, in the order of their places. `noised_parts`: the parts of the model
-    with an error since they were entered.
+    with an error since they were entered. `sigma_of` returns the requested sigma of AQN on a norm.
     """
 
     def __init__(
-        self, phase: Phase, position: Position, num_layers: int, modules: list[str], recorder: ReceiptRecorder
+        self,
+        phase: Phase,
+        position: Position,
+        num_layers: int,
+        modules: list[str],
+        recorder: ReceiptRecorder,
+        sigma_of: Callable[[str], float],
     ) -> None:
         self.noised_parts: set[int] = set()
         self._phase: Phase = phase
@@ -48,6 +54,7 @@ class PhaseMeasurements:
         self._num_layers = num_layers
         self._modules = modules
         self._recorder = recorder
+        self._sigma_of = sigma_of
         self._norms = Comparison()
         self._references: dict[str, ReferenceSums] = defaultdict(ReferenceSums)
         self.receipt = MachineReceipt(
@@ -81,7 +88,7 @@ class PhaseMeasurements:
         self._recorder.count_module(self._phase, name)
 
     def _count(self, phase: Phase, layer: int | None, noised: Noised) -> None:
-        self._recorder.count_call(phase, noised.operator, layer, noised.error, noised.values.numel())
+        self._recorder.count_call(phase, noised.operator, layer, noised.error, noised.num_elements)
         if noised.changed is not None:
             self._recorder.count_changed(phase, noised.operator, layer, noised.changed)
 
@@ -98,7 +105,7 @@ class PhaseMeasurements:
                 self._recorder,
                 self._norms,
                 self.receipt.draws,
-                lambda name: self._recorder.requested_sigma(position.step, name),
+                self._sigma_of,
             )
 
     def measure(self, cell: Cell, found: Sampled, error: Any, dtype: torch.dtype) -> None:
@@ -128,7 +135,7 @@ class PhaseMeasurements:
             usable = np.isfinite(used)
             clean, used = scale, scale + (used - clean)
         phase: Phase = "backward" if cell.phase == "backward" else self._phase
-        layer, operator = layer_of(f"{cell.place}."), machine_name(cell.operator)
+        layer, operator = layer_of(f"{cell.place.removeprefix('module ')}."), machine_name(cell.operator)
         self._recorder.measure_values(phase, operator, layer, clean[usable], used[usable], rounding[usable])
 
     def settle(self, counts: Mapping[tuple[str, str, str], int]) -> None:

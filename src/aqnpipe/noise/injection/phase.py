@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import (
@@ -33,42 +31,23 @@ from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.modules import ModuleError, ModuleErrors
-from aqnpipe.models.calls import ForwardPasses, first_tensor
-from aqnpipe.models.layout import (
-    decoder_layers,
-    dropout_rates,
-    layer_of,
-    output_projection,
-    refuse_norms_without_weight,
-    select_modules,
-)
-from aqnpipe.models.parts import PlaceHook, parts_of
+from aqnpipe.models.layout import layer_of, refuse_norms_without_weight
+from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.injection.fault_injection import FaultInjection
 from aqnpipe.noise.injection.faults import ActiveFaults, simulated_fault_hooks
 from aqnpipe.noise.injection.hooks import on_input, on_output
 from aqnpipe.noise.injection.measurements import PhaseMeasurements
 from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES, audit_request, hidden_stream
-from aqnpipe.noise.receipts.passes import PassRow
+from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.proof.audit import Audit
 
 ACTIVE_KEY = "_aqnpipe_noise_key"
 """Attribute of a model that holds the key of its present phase."""
 
-_ATTENTION_OF = {"eager": "decomposed", "sdpa": "fused"}
-"""How noise must be requested of the attention of a model."""
-
 _MAY_ROUND = (MantissaTruncation, FakeQuantization, OwnError)
 """Errors that may leave nothing but numbers of another format."""
-
-_SAMPLED = 64
-_SAMPLED_EVERY = 16
-"""Values are sampled in the first two of so many passes: those that read prompts and single tokens."""
-_FEWEST = 8
-"""Values from which on it is no chance that all are numbers of bfloat16: 2^-16 each."""
-_BELOW_BFLOAT16 = 0xFFFF
-"""The bits of a float32 that bfloat16 does not have."""
 
 
 @contextmanager
@@ -93,11 +72,30 @@ def phase_noise(
     Everything is removed on exit, also after an exception. Raises ModelError if a phase is active already; ValueError
     if `faults` are not those of the spec.
     """
+    with phase_on(
+        ModelSites(model), spec, phase, key, recorder, faults=faults, backward=backward, hidden_sigmas=hidden_sigmas
+    ):
+        yield
+
+
+@contextmanager
+def phase_on(
+    sites: ModelSites,
+    spec: NoiseSpec,
+    phase: Phase,
+    key: NoiseKey,
+    recorder: ReceiptRecorder,
+    *,
+    faults: ActiveFaults | None = None,
+    backward: bool = False,
+    hidden_sigmas: Mapping[int, float] | None = None,
+) -> Iterator[None]:
+    """Like `phase_noise`, on the sites of any model."""
     faults = ActiveFaults.of(spec.faults) if faults is None else faults
     if tuple(active.fault for active in faults) != spec.faults:
         raise ValueError(f"active faults {[active.fault for active in faults]} are not those of the spec {spec.faults}")
     running = _RunningPhase(
-        model, spec, phase, key, recorder, faults, backward=backward, hidden_sigmas=hidden_sigmas or {}
+        sites, spec, phase, key, recorder, faults, backward=backward, hidden_sigmas=hidden_sigmas or {}
     )
     recorder.note_installed(
         phase, operator_noise=spec.operator_noise, module_noise=spec.module_noise, faults=spec.faults
@@ -114,7 +112,7 @@ class _RunningPhase:
 
     def __init__(
         self,
-        model: nn.Module,
+        sites: ModelSites,
         spec: NoiseSpec,
         phase: Phase,
         key: NoiseKey,
@@ -125,19 +123,18 @@ class _RunningPhase:
         hidden_sigmas: Mapping[int, float],
     ) -> None:
         recorder.note_key(phase, *key)
-        self.model = model
+        self.model = sites.model
+        self._sites = sites
         self.phase: Phase = phase
         self.recorder = recorder
         self.forward_index = -1
         self._key = key
         self._faults = faults
         self._hidden_sigmas = hidden_sigmas
-        # What a body appends is outside of them.
-        self._layers = list(decoder_layers(model))
-        self._parts: dict[int, nn.Module] = dict(enumerate([*self._layers, output_projection(model)]))
+        self._layers, self._parts = sites.layers, sites.parts
         noise, modules = spec.operator_noise_in(phase), spec.module_noise_in(phase)
         self._module_noise: ModuleNoise | None = modules
-        self._modules = select_modules(model, modules.modules, modules.exclude) if modules is not None else {}
+        self._modules = sites.modules(modules) if modules is not None else {}
         if modules is not None:
             recorder.expect_modules(len(self._modules))
         if noise is not None:
@@ -146,8 +143,15 @@ class _RunningPhase:
         noises_gradients = backward and noise is not None and "backward" in noise.phases
         seed, step = recorder.position(key.seed, key.step)
         position = Position(seed, step if phase != "validation" else key.step, key.micro_step, key.rank, 0)
-        self._measurements = PhaseMeasurements(phase, position, len(self._layers), list(self._modules), recorder)
-        asked = audit_request(model, phase, position, recorder, faults, backward=noises_gradients)
+        self._measurements = PhaseMeasurements(
+            phase,
+            position,
+            len(self._layers),
+            list(self._modules),
+            recorder,
+            partial(sites.requested_sigma, recorder, position.step),
+        )
+        asked = audit_request(sites, phase, position, recorder, faults, backward=noises_gradients)
         self._audit = Audit(asked, self._measurements.receipt, len(self._parts))
         request = Request(
             noise.error if noise is not None else None,
@@ -158,7 +162,7 @@ class _RunningPhase:
             elementwise=noise is not None and noise.operators == "all",
             errors=noise.errors_by_part(len(self._layers)) if noise is not None else {},
         )
-        self._machine = Machine(request, self._audit.observe_outside, self._measurements.note)
+        self._machine = Machine(sites.request(request), self._audit.observe_outside, self._measurements.note)
         self._module_errors = ModuleErrors(
             self._errors_of_modules(),
             key,
@@ -168,7 +172,7 @@ class _RunningPhase:
         )
         self._connect_audit()
         rounds = any(part is not None and isinstance(part.error, _MAY_ROUND) for part in (noise, modules))
-        self._observation = PassObservation(model, phase, key.step, rounds=rounds)
+        self._observation = sites.observation(phase, key.step, rounds=rounds)
 
     def _refuse_unfitting(self, noise: OperatorNoise) -> None:
         """Raise ModelError for layers that the model does not have, and for norms that no parity measures.
@@ -180,8 +184,7 @@ class _RunningPhase:
             raise ModelError(f"operator noise of layers {beyond}: the model has layers 0 to {len(self._layers) - 1}")
         if isinstance(noise.error, MeasuredError):
             refuse_norms_without_weight(self.model)
-        kernel = str(getattr(getattr(self.model, "config", None), "_attn_implementation", None))
-        expected = _ATTENTION_OF.get(kernel, noise.attention)
+        kernel, expected = self._sites.kernel, self._sites.attention or noise.attention
         if expected != noise.attention and not isinstance(noise.error, FakeQuantization):
             self.recorder.note_mismatch(
                 f"{self.phase}: operator_noise.attention is {noise.attention}, and the model has {kernel} attention, "
@@ -197,9 +200,10 @@ class _RunningPhase:
         }
         if self._module_noise is None:
             return found
-        for ordinal, name in enumerate(self._modules):
+        for ordinal, (name, module) in enumerate(self._modules.items()):
             operator, error = f"module.{name.rpartition('.')[2]}", self._module_noise.error
-            found[FIRST_MODULE + ordinal] = ModuleError(operator, layer_of(name), error, f"module.{self.phase}")
+            stream, shards = f"module.{self.phase}", self._sites.shards_of(module)
+            found[FIRST_MODULE + ordinal] = ModuleError(operator, layer_of(name), error, stream, shards)
         return found
 
     def _connect_audit(self) -> None:
@@ -208,6 +212,7 @@ class _RunningPhase:
         audit.before_observed = lambda: measurements.compare_norms(self.model, self.forward_index, exactly)
         audit.on_compared = measurements.measure
         audit.checks_exact = True
+        audit.reads_one_token = lambda args, kwargs: self._sites.reads_one_token(self.forward_index + 1, args, kwargs)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -218,12 +223,14 @@ class _RunningPhase:
             for handle in handles:
                 stack.callback(handle.remove)
 
-        roots, names = parts_of(self.model).roots, {module: name for name, module in self.model.named_modules()}
+        sites, roots = self._sites, self._sites.roots
+        sites.install_before(stack, self._machine)
         stack.enter_context(self._machine.running(roots, self._parts))
+        sites.install_behind(stack)
         setattr(self.model, ACTIVE_KEY, self._key)
         stack.callback(delattr, self.model, ACTIVE_KEY)
-        keep(*ForwardPasses(self.model, self._enter_model, self._leave_model).hooks())
-        keep(*self._audit.add_model(roots, self._parts, {part: names[module] for part, module in self._parts.items()}))
+        keep(*sites.passes(self._enter_model, self._leave_model))
+        keep(*self._audit.add_model(roots, self._parts, sites.names))
         stack.enter_context(self._audit.running())
         for part, module in self._parts.items():
             keep(module.register_forward_hook(PlaceHook(partial(self._leave_part, part)), always_call=True))
@@ -239,7 +246,7 @@ class _RunningPhase:
             else:
                 keep(module.register_forward_hook(PlaceHook(partial(on_output, put))))
         self.recorder.note_foreign_faults(simulated_fault_hooks(self.model))
-        injection = FaultInjection(self, self._faults, self._hidden_sigmas)
+        injection = FaultInjection(self, self._faults, self._hidden_sigmas, sites.site, sites.shared)
         for layer in range(len(self._layers)):
             injection.install(stack, layer)
 
@@ -284,102 +291,3 @@ class _RunningPhase:
     def noised_hidden(self, layer: int, sigma: float, hidden: Tensor) -> Tensor:
         """Return a decoder layer's hidden states with AQN's relative noise; gradients pass straight through."""
         return self._module_errors.put(layer, hidden)
-
-
-class PassObservation:
-    """Observes the passes of one phase on one model. `row` is the present pass, for the receipt.
-
-    `rounds`: the requested noise may round results, so that their rounding says nothing about the number format.
-    """
-
-    def __init__(self, model: nn.Module, phase: Phase, step: int, *, rounds: bool) -> None:
-        self.row = PassRow(phase, step)
-        self._model = model
-        self._rounds = rounds
-        self._rated: list[nn.Module] | None = None
-        self._number = -1
-        self._num_format = ""
-        self._cache: Cache | None = None
-
-    def begin(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Note the arguments of a pass."""
-        ids, cache = first_tensor(args, kwargs), kwargs.get("past_key_values")
-        latest, self._cache = self._cache, cache if isinstance(cache, Cache) else None
-        sequences = len(ids) if ids is not None and ids.ndim > 1 else 1
-        has_gradients = torch.is_grad_enabled()
-        is_first = self._cache is None or not _has_read(self._cache, latest)
-        self.row = PassRow(
-            self.row.phase,
-            self.row.step,
-            passes=1,
-            gradient_passes=int(has_gradients),
-            sequences=sequences if is_first and not has_gradients else 0,
-            trained_sequences=sequences if has_gradients else 0,
-            noised_parts=0,
-        )
-        self._num_format = ""
-        self._number += 1
-
-    def leave_part(self, output: Any, *, is_noised: bool) -> None:
-        """Note that a layer, or the output projection, has computed."""
-        self.row.noised_parts = (self.row.noised_parts or 0) + is_noised
-        hidden = output[0] if isinstance(output, tuple) else output
-        if not self._num_format and isinstance(hidden, Tensor):
-            device = hidden.device.type
-            is_cast = torch.is_autocast_enabled(device)
-            self._num_format = _name(torch.get_autocast_dtype(device) if is_cast else hidden.dtype)
-
-    def end(self, output: Any) -> None:
-        """Note the number formats of a pass that has ended."""
-        computed, others = self._num_format, list[str]()
-        if not computed:
-            return
-        keys = next((key for layer in self._cache.layers for key in _keys(layer)), None) if self._cache else None
-        sampled = (("a cache", keys), ("logits", getattr(output, "logits", None)))
-        for what, tensor in sampled if self._number % _SAMPLED_EVERY < 2 else ():
-            if isinstance(tensor, Tensor) and _spacing(found := self._format_of(tensor)) > _spacing(computed):
-                others.append(f"{what} of {found}")
-        if self._drops():
-            others.append("dropout")
-        self.row.formats = {f"{computed} with {' and '.join(others)}" if others else computed}
-
-    def _format_of(self, values: Tensor) -> str:
-        """Return the number format of a tensor, bfloat16 also where all of its sampled values are numbers of that."""
-        if values.dtype != torch.float32 or self._rounds or not values.numel():
-            return _name(values.dtype)
-        count = min(_SAMPLED, values.numel())
-        places = torch.arange(count) * (values.numel() - 1) // max(count - 1, 1)
-        index = torch.unravel_index(places, values.shape)
-        bits = values.detach()[index].contiguous().view(torch.int32)
-        are_few = int((bits != 0).sum()) < _FEWEST
-        return "float32" if are_few or bool((bits & _BELOW_BFLOAT16).any()) else "bfloat16"
-
-    def _drops(self) -> bool:
-        """Return whether a module with a dropout rate is in training mode."""
-        if self._rated is None:
-            # The reference of a policy with adapters is the policy without them, in training mode.
-            skips = "lora_dropout" if self.row.phase == "reference" else None
-            modules = [module for name, module in self._model.named_modules() if not (skips and skips in name)]
-            self._rated = [module for module in modules if any(rate > 0 for _, rate in dropout_rates(module))]
-        return any(module.training for module in self._rated)
-
-
-def _keys(layer: Any) -> list[Tensor]:
-    keys = getattr(layer, "keys", None)
-    return [keys] if isinstance(keys, Tensor) and keys.numel() else []
-
-
-def _has_read(cache: Cache, latest: Cache | None) -> bool:
-    """Return whether a cache holds tokens; one of linear attention alone, which counts none, after its first pass."""
-    counting = next((layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)), None)
-    return cache is latest if counting is None else counting.get_seq_length() > 0
-
-
-def _spacing(num_format: str) -> float:
-    """Return the distance of 1 to the next number; of formats that are not floating-point numbers 1."""
-    dtype = getattr(torch, num_format)
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 1.0
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -3,20 +3,24 @@
 from collections.abc import Container
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from aqnpipe.config.noise import Phase, RelativeGaussian
-from aqnpipe.models.layout import decoder_layers, layer_of, select_modules
-from aqnpipe.models.sites import site_module
+from aqnpipe.models.layout import layer_of
 from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.injection.faults import ActiveFaults
+from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.proof.audit import ONE_TOKEN, SEVERAL_TOKENS
 from aqnpipe.proof.modules import RequestedModule
 from aqnpipe.proof.operators import AuditRequest
 from aqnpipe.proof.outputs import RequestedFault, RequestedOutput
 
 HIDDEN_STATES = "aqn.hidden"
 """Name of AQN's noise on hidden states, as an operator and as a stream of keys."""
+
+FORWARD_KINDS = (SEVERAL_TOKENS, ONE_TOKEN)
+"""The kinds of forward passes of a batch, in their order."""
 
 FIRST_MODULE = 1 << 16
 """Number of the first place of module noise; that of a layer's hidden states is the layer."""
@@ -25,7 +29,7 @@ _HIDDEN_NOISE_PHASES = ("rollout", "evaluation")
 
 
 def audit_request(
-    model: nn.Module,
+    sites: ModelSites,
     phase: Phase,
     position: Position,
     recorder: ReceiptRecorder,
@@ -37,9 +41,9 @@ def audit_request(
 
     Of `faults` it takes the thresholds that earlier calls left.
     """
-    noise, num_layers = recorder.requested.operator_noise_in(phase), len(decoder_layers(model))
-    hidden = _hidden_states(model, phase, position, recorder)
-    return AuditRequest(
+    noise, num_layers = recorder.requested.operator_noise_in(phase), len(sites.layers)
+    hidden = _hidden_states(sites, phase, position, recorder)
+    request = AuditRequest(
         noise.error if noise is not None else None,
         position.seed,
         (position.step, position.micro_step, position.rank),
@@ -48,11 +52,12 @@ def audit_request(
         backward,
         elementwise=noise is not None and noise.operators == "all",
         errors=noise.errors_by_part(num_layers) if noise is not None else {},
-        modules=hidden | _modules(model, phase, recorder, num_layers + 1),
-        outputs=_outputs(model, phase, recorder, faults, hidden),
+        modules=hidden | _modules(sites, phase, recorder, num_layers + 1),
+        outputs=_outputs(sites, phase, recorder, faults, hidden),
         counts_operations=True,
         changed_behind=_faulty_layers(recorder),
     )
+    return request._replace(**sites.audit_settings())
 
 
 def hidden_stream(phase: Phase) -> str:
@@ -61,7 +66,7 @@ def hidden_stream(phase: Phase) -> str:
 
 
 def _hidden_states(
-    model: nn.Module, phase: Phase, position: Position, recorder: ReceiptRecorder
+    sites: ModelSites, phase: Phase, position: Position, recorder: ReceiptRecorder
 ) -> dict[int, RequestedModule]:
     """Return AQN's noise on the hidden states of every layer that should have some in a phase."""
     aqn = recorder.requested.aqn
@@ -69,22 +74,28 @@ def _hidden_states(
     if aqn is None or aqn.targets != "hidden_states" or phase not in phases:
         return {}
     faulty, found = _faulty_layers(recorder), {}
-    for layer, module in enumerate(decoder_layers(model)):
-        if sigma := recorder.requested_sigma(position.step, layer):
+    for layer in range(len(sites.layers)):
+        if sigma := sites.requested_sigma(recorder, position.step, layer):
             where, error = f"AQN: the hidden states of layer {layer}", RelativeGaussian(scale=sigma)
             found[layer] = RequestedModule(
-                module, layer, HIDDEN_STATES, where, error, hidden_stream(phase), is_last=layer not in faulty
+                sites.layer_output(layer),
+                layer,
+                HIDDEN_STATES,
+                where,
+                error,
+                hidden_stream(phase),
+                is_last=layer not in faulty,
             )
     return found
 
 
-def _modules(model: nn.Module, phase: Phase, recorder: ReceiptRecorder, outside: int) -> dict[int, RequestedModule]:
+def _modules(sites: ModelSites, phase: Phase, recorder: ReceiptRecorder, outside: int) -> dict[int, RequestedModule]:
     """Return the module noise of a phase; modules outside of layers are in the part `outside`."""
     noise = recorder.requested.module_noise_in(phase)
     if noise is None:
         return {}
     faulty, found = _faulty_layers(recorder), {}
-    for ordinal, (name, module) in enumerate(select_modules(model, noise.modules, noise.exclude).items()):
+    for ordinal, (name, module) in enumerate(sites.modules(noise).items()):
         layer, operator = layer_of(name), f"module.{name.rpartition('.')[2]}"
         found[FIRST_MODULE + ordinal] = RequestedModule(
             module,
@@ -94,30 +105,30 @@ def _modules(model: nn.Module, phase: Phase, recorder: ReceiptRecorder, outside:
             noise.error,
             f"module.{phase}",
             is_last=noise.point == "output" and layer not in faulty,
+            shards=sites.shards_of(module),
         )
     return found
 
 
 def _outputs(
-    model: nn.Module, phase: Phase, recorder: ReceiptRecorder, active: ActiveFaults, hidden: Container[int]
+    sites: ModelSites, phase: Phase, recorder: ReceiptRecorder, active: ActiveFaults, hidden: Container[int]
 ) -> list[RequestedOutput]:
     """Return the outputs of all layers and of all sites with faults; `hidden`: layers with noise on their output."""
-    layers = list(decoder_layers(model))
+    layers = sites.layers
     faults: dict[tuple[int, str], list[RequestedFault]] = {(layer, "layer_output"): [] for layer in range(len(layers))}
     for number, fault in enumerate(recorder.requested.faults):
         stored = partial(_threshold, active, number)
         faults.setdefault((fault.layer, fault.site), []).append(RequestedFault(number, fault, stored))
-    return [
-        RequestedOutput(
-            site_module(model, layer, site) if site != "layer_output" or layer >= len(layers) else layers[layer],
-            layer,
-            f"{site} of layer {layer}",
-            f"fault.{phase}",
-            tuple(of_site),
-            layer if site == "layer_output" and layer in hidden else None,
-        )
-        for (layer, site), of_site in faults.items()
-    ]
+    outputs = []
+    for (layer, site), of_site in faults.items():
+        is_output = site == "layer_output" and layer < len(layers)
+        module = sites.layer_output(layer) if is_output else sites.site(sites.model, layer, site)
+        # Faults on a share are computed from the whole, which the audit does not have.
+        if sites.shards_of(module) is None:
+            noise = layer if site == "layer_output" and layer in hidden else None
+            where = f"{site} of layer {layer}"
+            outputs.append(RequestedOutput(module, layer, where, f"fault.{phase}", tuple(of_site), noise))
+    return outputs
 
 
 def _threshold(active: ActiveFaults, number: int) -> Tensor | None:

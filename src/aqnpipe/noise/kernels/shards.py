@@ -4,12 +4,13 @@ A column-parallel module computes some columns of every row on each worker. Rand
 whole tensor, so workers draw different numbers, and several workers together get the noise of one.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from aqnpipe.config.noise import MantissaTruncation, SystematicBias, TensorError
+from aqnpipe.config.noise import TensorError
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.stream import NoiseStream
 
@@ -36,18 +37,21 @@ class Shard(NamedTuple):
         return torch.cat(shares.split(self.size, -1)[::copies], -1)
 
 
-def apply_error_to_shard_(tensor: Tensor, shard: Shard, error: TensorError, source: NoiseStream) -> Tensor:
-    """Put the part of `error` on `tensor` in place that the whole tensor's columns `shard` would get.
+def apply_error_to_shards_(tensor: Tensor, shards: Sequence[Shard], error: TensorError, source: NoiseStream) -> Tensor:
+    """Put the part of `error` on `tensor` in place that the whole tensor's columns `shards` would get.
 
-    `tensor` has any shape whose elements, in the order of their indices, are rows of `shard.size`. The noise of all
-    columns is drawn and the share is kept: the kernels number elements in groups that do not end with a row.
+    `tensor` [rows, ...] has these columns one after the other in each row; columns behind them, which pad a vocabulary,
+    get nothing. The noise of all columns is drawn and the shares are kept: the kernels number elements in groups that
+    do not end with a row.
     """
-    if isinstance(error, SystematicBias | MantissaTruncation):
-        # Errors without random numbers are the same for an element wherever it lies.
-        return apply_error_(tensor, error, source)
-    rows = tensor.reshape(-1, shard.size)
-    whole = rows.new_zeros(rows.shape[0], shard.width)
-    own = shard.of(whole)
-    own.copy_(rows)
+    rows = tensor.flatten(1)
+    whole = rows.new_zeros(len(rows), shards[0].width)
+    sizes = [shard.size for shard in shards]
+    own = rows[:, : sum(sizes)].split(sizes, -1)
+    for shard, part in zip(shards, own, strict=True):
+        shard.of(whole).copy_(part)
     apply_error_(whole, error, source)
-    return tensor.copy_(own.reshape(tensor.shape))
+    for shard, part in zip(shards, own, strict=True):
+        part.copy_(shard.of(whole))
+    # Rows may be a copy of a tensor that has gaps.
+    return tensor if rows.data_ptr() == tensor.data_ptr() else tensor.copy_(rows.view(tensor.shape))

@@ -222,10 +222,6 @@ class ReceiptRecorder:
         """Return the number of elements whose noise was recomputed in `phase`."""
         return self._phases[phase].recomputed_numbers if phase in self._phases else 0
 
-    def lacks_whole_audit(self, phase: Phase, kind: str) -> bool:
-        """Return whether no forward of this kind has been observed as a whole in `phase`, from its start to its end."""
-        return kind not in self._phase(phase).audited_whole
-
     def note_whole_audit(self, phase: Phase, kind: str) -> None:
         """Note that a forward of this kind has been observed as a whole."""
         self._phase(phase).audited_whole.add(kind)
@@ -234,10 +230,6 @@ class ReceiptRecorder:
         """Note observed passes of a kind."""
         passes = self._phase(phase).audited_passes
         passes[kind] = passes.get(kind, 0) + number
-
-    def count_classified(self, phase: Phase, operations: int) -> None:
-        """Note operations that an audit classified."""
-        self._phase(phase).classified += operations
 
     def add_audit(
         self,

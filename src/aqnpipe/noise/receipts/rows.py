@@ -280,7 +280,7 @@ class NoiseCell:
 
 @dataclass
 class ReferenceSums:
-    """Outputs of linear modules compared with plain torch.
+    """Outputs of operators compared with exact ones.
 
     `largest_difference` is over those that should have no noise, `squares` of relative differences over the others.
     """
@@ -306,14 +306,13 @@ class PhaseRecord:
     recomputes sampled numbers of the noise from keys of its own: `recomputed_numbers` elements, whose largest
     difference is `largest_deviation` (1 is what rounding explains). `contradictions` counts what it found otherwise
     than requested, `audited_passes` the observed passes of layers by kind of forward, `audited_whole` has the kinds of
-    which a whole forward was observed, and `classified` counts operations. `reference`: results compared with those of
-    exact products, of all operators in float64, or in vLLM's engines of linear modules in plain torch. `escaped`: calls
-    with a matrix product inside that the noise does not reach. `flops`: operations of one forward pass, computed from
-    the shapes, summed over workers or over the batches of an evaluation, and `noised_flops` those whose result has
-    operator noise; None: not counted. `gradients`: the parts of the model (layers, then the output projection) whose
-    inputs needed a gradient; None without a backward pass. `modules`: those with module noise. `norms_checked`: how
-    often the phase compared its norm weights with the clean ones before it computed; `norms_noised`: how often they
-    were others.
+    which a whole forward was observed, and `classified` is 0 since vLLM's engines have the same audit. `reference`:
+    results compared with those of exact products in float64. `escaped`: calls with a matrix product inside that the
+    noise does not reach. `flops`: operations of one forward pass, computed from the shapes, summed over workers or over
+    the batches of an evaluation, and `noised_flops` those whose result has operator noise; None: not counted.
+    `gradients`: the parts of the model (layers, then the output projection) whose inputs needed a gradient; None
+    without a backward pass. `modules`: those with module noise. `norms_checked`: how often the phase compared its norm
+    weights with the clean ones before it computed; `norms_noised`: how often they were others.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
