@@ -10,7 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_up_parities import identity, operator, parity
+from measured_figures import LINEARS, OPERATORS, OUTSIDE
+from transformers import Qwen2Config
 
+from aqnpipe.artifacts.files import write_json
+from aqnpipe.config.measured_noise import ErrorFigures
 from aqnpipe.errors import ConfigError
 from aqnpipe.noise.autoload import VARIABLE, autoload
 from aqnpipe.noise.program import begin
@@ -116,6 +121,13 @@ def test_a_program_without_torch_is_refused(command_line):
         ),
         (["--fault", "type=dead_zone,layer=1,magnitude=0.1", "--no-backward"], "--no-backward is of errors, expected"),
         (["--error", "kind=own,function=nowhere:function,size=1"], "nowhere"),
+        (["--error", "kind=measured,from=parity.json"], "a measured error is of matmul operators in forward passes"),
+        (
+            ["--error", "kind=measured,from=parity.json", "--no-backward", "--operators", "all"],
+            "a measured error is of matmul operators in forward passes",
+        ),
+        (["--error", "kind=measured,from=nowhere.json", "--no-backward"], "nowhere.json"),
+        (["--error", "kind=measured,from=a100", "--no-backward"], "from is 'a100', expected a file of `aqnpipe parity"),
     ],
 )
 def test_wrong_arguments_are_one_line(command_line, arguments, message):
@@ -176,6 +188,48 @@ def test_forms_of_errors_and_faults_on_a_decoder_with_checkpoints(execute, monke
     assert said in lines[-1]
     if "--operators" in arguments or arguments.count("--fault") == 2:  # all random numbers of the other forms are here
         assert execute(*arguments, program="decoder.py")[1] == printed
+
+
+@pytest.fixture
+def parity_file(tmp_path):
+    """A parity of the decoder of `decoder.py`, in which every operator has figures of its own."""
+
+    def write(**changed):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+        config = Qwen2Config(vocab_size=64, num_key_value_heads=1, **(sizes | changed)).to_dict()
+        places = [*((kind, layer) for layer in range(3) for kind in OPERATORS), *((kind, None) for kind in OUTSIDE)]
+        found = parity(
+            [
+                operator(*place, figures=ErrorFigures(per_result=0.01, per_input=0.001 * (place[0] in LINEARS)))
+                for place in places
+            ],
+            first=identity(config=config, attention="sdpa"),
+            second=identity(config=config, attention="sdpa", dtype="bfloat16"),
+        )
+        write_json(tmp_path / "parity.json", found)
+        return tmp_path / "parity.json"
+
+    return write
+
+
+@pytest.mark.slow
+def test_a_measured_error_is_on_every_operator_of_a_decoder(execute, parity_file):
+    error = f"kind=measured,from={parity_file()},multiple=2"
+    code, printed, lines = execute("--error", error, "--no-backward", program="decoder.py")
+    assert code == 0, lines
+    # 3 passes with 8 products and 2 norms in a layer, and lm_head; two of them compute their layers again, all but the
+    # last product.
+    assert f"{(3 * 10 + 2 * 9) * 3 + 3} of" in lines[-1]
+    assert "products had measured from " in lines[-1]
+    assert execute("--error", error, "--no-backward", program="decoder.py")[1] == printed
+
+
+@pytest.mark.slow
+def test_a_measured_error_of_another_model_ends_the_program(execute, parity_file):
+    error = f"kind=measured,from={parity_file(hidden_size=64)}"
+    code, _, lines = execute("--error", error, "--no-backward", program="decoder.py")
+    assert code == 1
+    assert "found hidden_size 64, the model that gets the noise has 32" in "".join(lines)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from aqnpipe.cli.terminal import refuse_level
 from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.own_code import located
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ReceiptError
@@ -30,7 +31,11 @@ def execute(
     command: Annotated[list[str], typer.Argument(help="the program and its arguments, behind `--`")],
     noise: Annotated[float | None, typer.Option(help="relative Gaussian noise of this scale, such as 0.05")] = None,
     error: Annotated[
-        str | None, typer.Option(help="another error in place of --noise: kind=mantissa_truncation,mantissa_bits=7")
+        str | None,
+        typer.Option(
+            help="another error in place of --noise: kind=mantissa_truncation,mantissa_bits=7, or "
+            "kind=measured,from=parity.json (with --no-backward)"
+        ),
     ] = None,
     fault: Annotated[
         list[str] | None, typer.Option(help="a hardware fault: type=dead_zone,layer=3,magnitude=0.1,site=mlp_output")
@@ -169,8 +174,13 @@ def _error(noise: float | None, error: str | None, *, has_faults: bool) -> dict[
 
 
 def _planned(machine: "ProgramMachine") -> "ProgramMachine":
-    """Return a machine with the digest of a user's own error; ConfigError if its function is not usable."""
+    """Return a machine with the digest of a user's own error, or with the file of a measured one by its whole path.
+
+    Raises ConfigError if the function is not usable, or the file no parity of a machine with errors.
+    """
     error = machine.error
+    if isinstance(error, MeasuredError):
+        return _with_file(machine, error)
     if not isinstance(error, OwnError):
         return machine
     from aqnpipe.noise.kernels.own import refuse_unusable
@@ -178,6 +188,23 @@ def _planned(machine: "ProgramMachine") -> "ProgramMachine":
     own = error.model_copy(update={"function": located(error.function, Path.cwd())}).planned()
     refuse_unusable(own)
     return machine.model_copy(update={"error": own})
+
+
+def _with_file(machine: "ProgramMachine", error: MeasuredError) -> "ProgramMachine":
+    from aqnpipe.artifacts.measured_errors import with_figures
+
+    if machine.backward or machine.operators != "matmul":
+        raise ConfigError(
+            "--error kind=measured: a measured error is of matmul operators in forward passes, expected --no-backward "
+            "and no --operators"
+        )
+    if error.machine is not None:
+        raise ConfigError(
+            f"--error kind=measured: from is {error.source!r}, expected a file of `aqnpipe parity --json`"
+        )
+    found = error.measured_in(str(Path(error.source).absolute()))
+    with_figures(found)
+    return machine.model_copy(update={"error": found})
 
 
 def _settings(text: str) -> dict[str, Any]:

@@ -180,10 +180,12 @@ class Machine:
     def add_model(self, roots: Sequence[nn.Module], parts: Mapping[int, nn.Module]) -> list[Any]:
         """Register the hooks on a model and return their handles: its `parts` by number, and all that contain them."""
         handles = self.places.hooks(roots, parts)
-        handles += self._norm_hooks(roots if self._is_measured else parts.values())
+        has_errors = any(self.request.error_at(part) is not None for part in parts)
+        if has_errors or not self._is_measured:
+            handles += self._norm_hooks(roots if self._is_measured else parts.values())
         if self._norms is not None:
             handles += self._norms.result_hooks(self.request.results)
-        if self._is_measured:
+        if self._is_measured and has_errors:
             # Behind those of norms, whose errors are put on within their call.
             handles += self.places.name_hooks(named_modules(roots[0]))
         if self._is_quantized:

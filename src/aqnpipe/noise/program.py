@@ -28,13 +28,19 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from aqnpipe.artifacts.measured_errors import with_figures
 from aqnpipe.config.base import describe_validation_error
-from aqnpipe.config.noise import FakeQuantization, Fault, OperatorSet, OutputErrorModel
+from aqnpipe.config.measured_noise import MeasuredError
+from aqnpipe.config.noise import FakeQuantization, Fault, OperatorSet, OutputErrorModel, PlacedError
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.operators import ELEMENTWISE, NOISED
-from aqnpipe.models.layout import decoder_layers
+from aqnpipe.models.layout import (
+    decoder_layers,
+    output_projection,
+    refuse_norms_without_weight,
+)
 from aqnpipe.models.parts import PlaceHook, parts_of
 from aqnpipe.models.sites import site_module
 from aqnpipe.noise.injection.faults import FaultHook, FaultRecord
@@ -76,7 +82,7 @@ class ProgramMachine(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    error: Annotated[OutputErrorModel | FakeQuantization, Field(discriminator="kind")] | None = None
+    error: Annotated[OutputErrorModel | FakeQuantization | MeasuredError, Field(discriminator="kind")] | None = None
     seed: int = 0
     backward: bool = True
     operators: OperatorSet = "matmul"
@@ -114,6 +120,8 @@ class _Program:
         self._patterns = [pattern for pattern in settings.only if pattern not in operators]
         self._operators = operators or None
         self._selected: set[int] | None = set() if self._patterns else None
+        # Every part of a decoder has measured errors of its own.
+        self._errors: dict[int, PlacedError] | None = {} if isinstance(settings.error, MeasuredError) else None
         self._models: set[nn.Module] = set()
         self._handles: list[Any] = []
         self._numbers: dict[nn.Module, int] = {}
@@ -134,8 +142,9 @@ class _Program:
         self.receipt = MachineReceipt(
             settings.requested, np.random.default_rng(derive_seed(settings.seed, "exec audit"))
         )
+        error = with_figures(settings.error) if isinstance(settings.error, MeasuredError) else settings.error
         request = AuditRequest(
-            settings.error,
+            error,
             settings.seed,
             (0, 0, 0),
             _STREAM,
@@ -143,11 +152,22 @@ class _Program:
             settings.backward,
             self._operators,
             is_all,
+            self._errors,
         )
         self._audit = Audit(request, self.receipt, _OUTSIDE)
         key = NoiseKey(settings.seed)
         self._machine = Machine(
-            Request(settings.error, key, _OUTSIDE, _STREAM, self._selected, settings.backward, self._operators, is_all),
+            Request(
+                error,
+                key,
+                _OUTSIDE,
+                _STREAM,
+                self._selected,
+                settings.backward,
+                self._operators,
+                is_all,
+                self._errors,
+            ),
             self._observe_outside,
         )
         self._audit.exactly = self._machine.exactly
@@ -175,6 +195,8 @@ class _Program:
                 placed.handle.remove()
         for known in (self._models, self._numbers, self._placed, self._projections, self._layer_calls):
             known.clear()
+        if self._errors is not None:
+            self._errors.clear()
         self._prepare()
         self._machine.start(before_first=self._identify)
 
@@ -207,6 +229,13 @@ class _Program:
         numbers = {path: self._numbers[part] for path, part in parts.modules.items()}
         if self._selected is not None:
             self._selected |= {n for path, n in numbers.items() if any(fnmatch(path, p) for p in self._patterns)}
+        if self._errors is not None and new:
+            found = self._measured_errors(module)
+            self._errors |= {
+                number: found[parts.modules[path]]
+                for path, number in numbers.items()
+                if parts.modules[path] in found and (self._selected is None or number in self._selected)
+            }
         # A wrapper around a model that is known, such as PEFT's, has the parts of that model.
         modules = {self._numbers[part]: part for part in parts.modules.values()}
         roots = [root for root in parts.roots if root not in self._models]
@@ -223,6 +252,23 @@ class _Program:
         end = PlaceHook(self._end_pass)
         self._handles += [root.register_forward_hook(end) for root in roots]
 
+    def _measured_errors(self, model: Any) -> dict[nn.Module, PlacedError]:
+        """Return the errors of the parts of a decoder; none of another model, such as a loss.
+
+        Raises ConfigError if the parity is of another model than this decoder.
+        """
+        layers = _layers_of(model)
+        if layers is None or not isinstance(self._settings.error, MeasuredError):
+            return {}
+        refuse_norms_without_weight(model)
+        dtype: Any = str(next(model.parameters()).dtype).removeprefix("torch.")
+        config = model.config
+        error = with_figures(
+            self._settings.error, dtype=dtype, attention=config._attn_implementation, config=config.to_dict()
+        )
+        found: dict[nn.Module, PlacedError] = {layer: error.in_layer(index) for index, layer in enumerate(layers)}
+        return found | {output_projection(model): error.in_layer(None)}
+
     def _end_pass(self, *_: Any) -> None:
         for number, calls in self._layer_calls.items():
             self._faults[number].expected_calls += calls
@@ -231,10 +277,9 @@ class _Program:
 
     def _add_faults(self, model: nn.Module) -> None:
         """Find the places of the faults in a decoder; raise ModelError if a layer of it lacks the site."""
-        try:
-            layers = decoder_layers(model)
-        except ModelError:
-            # A loss, an encoder: the receipt refuses a fault that no model of the program has.
+        layers = _layers_of(model)
+        if layers is None:
+            # The receipt refuses a fault that no model of the program has.
             return
         paths = {module: path for path, module in model.named_modules()}
         self._placed[model] = []
@@ -308,6 +353,14 @@ class _Program:
     @property
     def _file(self) -> Path:
         return self._settings.receipts / f"{self._process}.json"
+
+
+def _layers_of(model: nn.Module) -> nn.ModuleList | None:
+    """Return the layers of a decoder; None of another model, such as a loss or an encoder."""
+    try:
+        return decoder_layers(model)
+    except ModelError:
+        return None
 
 
 def _module_at(model: nn.Module, path: str | None) -> nn.Module | None:

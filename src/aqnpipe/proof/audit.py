@@ -207,7 +207,7 @@ class Audit(OperatorAudit):
             if self._is_measured and kind is not None:
                 observation.uncalled_norms = {norm: named[norm] for norm in followed}
         observation.handles += self._watch_results(observation, modules)
-        if self._is_measured:
+        if self._is_measured and any(self.request.error_at(part) is not None for part in modules):
             observation.handles += watch_names(observation, self._whole(modules))
         observation.handles += watch_linears(observation, self._linears_of(modules), self._note)
         observation.handles += watch_modules(observation, self.request.modules, modules, kind is None, self._note)
