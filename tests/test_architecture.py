@@ -56,8 +56,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # What a trainer and a decoder must do, written a second time; knows neither of them.
     "reference": FOUNDATION,
     # The stages: they hand each other artifacts and import no other stage.
-    # It recomputes the operators of a device as the proof of a simulated machine does.
-    "diagnosis": COMPUTING | {"proof"},
+    "diagnosis": COMPUTING,
     "training": AUDITED,
     "evaluation": AUDITED | {"integrations"},
     "parity": COMPUTING,

@@ -5,10 +5,6 @@ host. A diagnosis may therefore compute its references with plain functions or i
 
 Nothing of the project's fault simulation is used: a function mode of torch sees the operations, and global module hooks
 see which module runs. Each module carries its path as an attribute, so copies of a module are on the device too.
-
-Whoever observes the kernels of the dispatcher sees what a real device would show: the operator with its own operands,
-and the result that this device writes. What the emulation computes in between is hidden from it (`_Kernels`). A change
-of a module's output is a hook, and stays one.
 """
 
 import re
@@ -22,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 OUTPUT = "@output"
 """Operation name of the output of a module, for behaviours that change it."""
@@ -100,46 +95,6 @@ class _Frame:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-class _Kernels(TorchDispatchMode):
-    """The kernels of the device, below whoever observes them: the one that makes a changed result writes that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] | None = None
-        self.target: tuple[Any, Tensor] | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a kernel, and write the changed result into that of the last kernel of the operation."""
-        result = func(*args, **(kwargs or {}))
-        first = result[0] if isinstance(result, (tuple, list)) and result else result
-        if not isinstance(first, Tensor) or any(one.alias_info for one in func._schema.returns):
-            return result
-        if self.calls is not None:
-            self.calls.append((func, tuple(first.shape)))
-        if self.target is not None and func is self.target[0] and first.numel() == self.target[1].numel():
-            with _disable_current_modes(), torch.no_grad():
-                first.copy_(self.target[1].reshape(first.shape))
-        return result
-
-    def last_of(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the last kernel that an operation runs; None without one."""
-        self.calls = []
-        try:
-            with _disable_current_modes(), torch.no_grad(), self:
-                function(*args, **kwargs)
-            return self.calls[-1][0] if self.calls else None
-        finally:
-            self.calls = None
-
-    def write(self, function: Callable[..., Any], args: Any, kwargs: Any, kernel: Any, changed: Tensor) -> Any:
-        """Run an operation whose `kernel` writes `changed`."""
-        self.target = (kernel, changed.detach())
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.target = None
-
-
 class EmulatedDevice(TorchFunctionMode):
     """Device with behaviours, from first to last: each one's healthy computation is the next one's result."""
 
@@ -149,7 +104,6 @@ class EmulatedDevice(TorchFunctionMode):
         self.ops = frozenset().union(*(behaviour.ops for behaviour in behaviours)) if behaviours else frozenset()
         self.frames: list[_Frame] = []
         self.memory: dict[Any, Any] = {}
-        self.kernels = _Kernels()
         self.changed_calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,27 +121,12 @@ class EmulatedDevice(TorchFunctionMode):
         number = frame.counts[op]
         frame.counts[op] += 1
         place = (frame.layer, frame.path, number, frame.values, self.memory)
-        own = function
         for behaviour in reversed(self.behaviours):
             call = Call(op, function, args, kwargs, *place)
             if behaviour.fits(call):
                 function = _changed(behaviour, call)
                 self.changed_calls += 1
-        if function is own or op == OUTPUT or _get_current_dispatch_mode() is self.kernels:
-            return function(*args, **kwargs)
-        return self._hidden(own, function, args, kwargs)
-
-    def _hidden(self, own: Callable[..., Any], changed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operation whose kernel writes the changed result; gradients are those of the healthy operation.
-
-        Changed gradients are in an autograd function, and stay in sight.
-        """
-        with _disable_current_modes():
-            result = changed(*args, **kwargs)
-        kernel = self.kernels.last_of(own, args, kwargs) if isinstance(result, Tensor) else None
-        if kernel is None or _changes_gradients(result):
-            return changed(*args, **kwargs)
-        return self.kernels.write(own, args, kwargs, kernel, result)
+        return function(*args, **kwargs)
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
         """Hook before a module: its operations are those of its path."""
@@ -212,19 +151,6 @@ class EmulatedDevice(TorchFunctionMode):
             self.frames.pop()
 
 
-def _changes_gradients(result: Tensor) -> bool:
-    """Return whether a result has come through an autograd function that changes gradients alone."""
-    nodes, seen = [result.grad_fn], 0
-    while nodes and seen < 8:
-        node, seen = nodes.pop(), seen + 1
-        if node is None:
-            continue
-        if "ChangedGradient" in type(node).__name__:
-            return True
-        nodes += [parent for parent, _ in node.next_functions]
-    return False
-
-
 def _changed(behaviour: Behaviour, call: Call) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         call.args, call.kwargs = args, kwargs
@@ -244,8 +170,7 @@ def emulated(model: nn.Module, behaviours: Sequence[Behaviour]) -> Iterator[Emul
         register_module_forward_hook(device.leave_module, always_call=True),
     ]
     try:
-        # The kernels are entered first, so that every observer is above them.
-        with device.kernels, device:
+        with device:
             yield device
     finally:
         for handle in handles:

@@ -4,15 +4,8 @@ import pytest
 from made_up_diagnoses import diagnosis, located
 from rich.console import Console
 
-from aqnpipe.artifacts.diagnoses import FaultBits, KernelVerdict, TilePlace, Untested
-from aqnpipe.cli.diagnose.show import (
-    evidence_in_bits,
-    kernel_lines,
-    show_comparison,
-    show_faults,
-    show_node,
-    untested_lines,
-)
+from aqnpipe.artifacts.diagnoses import FaultBits, TilePlace, Untested
+from aqnpipe.cli.diagnose.show import evidence_in_bits, show_comparison, show_faults, show_node, untested_lines
 from aqnpipe.diagnosis.node_comparison import compare_nodes, node_of
 
 BITS = FaultBits(expected="0x3f80", observed="0x3f00", xor_mask="0x0080", flipped={7: 3, 2: 1}, values=3)
@@ -86,30 +79,3 @@ def test_names_in_brackets_are_no_markup(capsys):
     after = before.model_copy(update={"model": "[bold]x[/bold]"})
     show_comparison(compare_nodes(before, after))
     assert "model: tiny -> [bold]x[/bold]" in capsys.readouterr().out
-
-
-def test_faulty_kernels_have_a_line_each_and_many_of_them_a_number():
-    def kernel(verdict, number=1):
-        return KernelVerdict(
-            operator="mm",
-            operands="self float32[4, 32]; mat2 float32[32, 48]",
-            verdict=verdict,
-            calls=4,
-            wrong_calls=number,
-            compared_values=768,
-            wrong_values=8,
-            wrong_channels=tuple(range(13, 13 + 2 * number, 2)),
-            is_reordered=False,
-            layers=(0, 1),
-            wrong_places=("layer 1: up_proj",),
-        )
-
-    operands = "self float32[4, 32]; mat2 float32[32, 48]"
-    assert kernel_lines([kernel("healthy"), kernel("unchecked")]) == []
-    assert kernel_lines([kernel("healthy"), kernel("fault", 2)]) == [
-        f"kernel mm ({operands}): wrong in 2 of 4 calls, columns 13, 15"
-    ]
-    lines = kernel_lines([kernel("fault", 20)] * 10)
-    assert len(lines) == 9
-    assert lines[0].endswith("columns 13, 15, 17, 19, 21, 23, 25, 27 and more")
-    assert lines[-1] == "and 2 more kernels, in the file of --json"

@@ -25,7 +25,7 @@ def untested_in(family):
 @pytest.mark.parametrize(
     ("family", "parts"),
     [
-        ("gptj", {"ln_1"}),
+        ("gptj", {"ln_1", "inputs of the first layer, of the final norm and of lm_head"}),
         ("granite", {"final norm", "input_layernorm outside a mean square of 1024", "KV cache and decode"}),
         ("olmo", {"final norm", "input_layernorm", "post_attention_layernorm"}),
         ("persimmon", {"q_layernorm", "k_layernorm", "input_layernorm"}),

@@ -201,6 +201,14 @@ def test_a_norm_and_an_activation_that_cut_the_graph_are_named_as_untested():
     assert not {"input_layernorm.input_gradient", "activation.input_gradient"} & probed
 
 
+@pytest.mark.parametrize(("family", "named"), [("llama", False), ("mixtral", True)])
+def test_gradients_that_no_probe_computes_are_named(family, named):
+    _, untested = gaps_of(tiny_model_of(family))
+    (part,) = (gap.part for gap in untested if gap.reason == "no probe differentiates them")
+    assert {"embedding", "lm_head"} <= set(part.removeprefix("gradients of ").split(", "))
+    assert ("experts" in part) == named
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_of_the_final_norm_is_probed(dtype):
     model = tiny_model_of("llama").to(dtype)

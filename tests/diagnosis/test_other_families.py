@@ -6,6 +6,7 @@ from decoder_families import tiny_model_of
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.capture import capture_layer_inputs
+from aqnpipe.diagnosis.ends_in_sequences import HANDOFFS
 from aqnpipe.diagnosis.exact import run_exact
 from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import site_module
@@ -58,6 +59,15 @@ def test_healthy_families_are_healthy_and_name_what_no_probe_fits(family, untest
         assert named == untested
     else:
         assert any("on a copy on the host" in gap.reason for gap in result.untested)
+
+
+@pytest.mark.parametrize(
+    ("family", "untested"),
+    [("opt", {"inputs of MLPs"}), ("granite", {"inputs of attention", "inputs of MLPs", HANDOFFS}), ("phi", set())],
+)
+def test_inputs_of_blocks_that_no_probe_compares_are_named(family, untested):
+    named = {gap.part for gap in run_exact(tiny_model_of(family), CONFIG).untested}
+    assert {part for part in named if part.startswith("inputs of")} == untested
 
 
 def test_a_fault_of_the_device_is_found_where_a_probe_does_not_fit():

@@ -10,7 +10,8 @@ from random_models import formats_of
 
 from aqnpipe.diagnosis import attention_kernel
 from aqnpipe.diagnosis.further import without_consequences
-from aqnpipe.diagnosis.sequences import FAMILIES, probe_sequences
+from aqnpipe.diagnosis.norms import norm_in_model
+from aqnpipe.diagnosis.sequences import FAMILIES, _LayerCall, _residual_check, probe_sequences
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites
 
@@ -65,6 +66,12 @@ def test_healthy_models_give_every_answer(family, dtype, attention):
     assert {*kernels, "cache", "residual", "chain", "handoff"} <= probes
     assert "logits" in probes
     assert ("norm_in_model" in probes) == (family != "olmo"), "the norms of OLMo do not show their epsilon"
+
+
+def test_a_layer_whose_branches_are_not_seen_has_no_check_of_its_sum():
+    """A sum that is compared with itself would count as tested."""
+    checks = _residual_check(0, _LayerCall(torch.zeros(1, 2, 4), [torch.ones(1, 2, 4)]), torch.ones(1, 2, 4))
+    assert checks is None
 
 
 def test_a_kernel_without_a_gradient_is_named():
@@ -196,6 +203,39 @@ def test_fused_attention_alone_is_found_faulty():
         assert not places(model_of(attention="eager"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["cohere", "gemma2", "qwen2"])
+def test_a_fault_behind_lm_head_is_found(family, dtype):
+    model = model_of(family, dtype)
+
+    def damaged(module, args, kwargs, output):
+        output.logits = output.logits * 1.05
+        return output
+
+    model.register_forward_hook(damaged, with_kwargs=True)
+    assert places(model) == {(-1, "lm_head")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_head_of_a_norm_of_heads_is_found(dtype):
+    model = model_of("qwen3", dtype)
+
+    def damaged(module, args, output):
+        return torch.cat([output[..., :1, :], 1.05 * output[..., 1:, :]], -2)
+
+    decoder_layers(model)[LAYER].self_attn.q_norm.register_forward_hook(damaged)
+    assert places(model) == {(LAYER, "q_norm")}
+
+
+def test_a_norm_of_numbers_that_no_device_squares_is_not_compared():
+    norm = torch.nn.LayerNorm(4)
+    x = torch.tensor([[1e30, 2.0, 3.0, 4.0], [torch.nan, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 6.0]])
+    seen = norm(x)
+    assert norm_in_model(norm, 0, "norm", 0.0, x, seen).mismatch is None
+    seen = torch.cat([seen[:2], seen[2:] * 1.001])
+    assert norm_in_model(norm, 0, "norm", 0.0, x, seen).mismatch.channels.tolist() == [0, 1, 3]
+
+
 def test_a_corrupted_cache_is_found_in_its_layer():
     from transformers import DynamicCache
 
@@ -238,9 +278,28 @@ def test_a_wrong_table_of_angles_is_found():
     assert places(model) == {(-1, "rotary_table")}
 
 
-def test_families_whose_cache_is_not_known_are_named():
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt_neox", "opt"])
+def test_a_mantissa_bit_of_the_residual_sum_is_found(family):
+    model = model_of(family)
+
+    def stuck(module, args, output):
+        tensor = output[0] if isinstance(output, tuple) else output
+        tensor = (tensor.view(torch.int32) & ~(1 << 12)).view(torch.float32)
+        return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
+
+    decoder_layers(model)[LAYER].register_forward_hook(stuck)
+    assert places(model) == {(LAYER, "layer_output")}
+
+
+def test_what_comes_between_two_layers_is_compared():
+    model = model_of()
+    decoder_layers(model)[1].register_forward_pre_hook(lambda module, args: (args[0] * 1.001, *args[1:]))
+    assert places(model) == {(0, "layer_output")}
+
+
+def test_families_whose_sums_are_not_known_are_named():
     _, untested = probed(model_of("granite"))
-    assert "granite" in untested["KV cache"]
+    assert "granite" in untested["residual sums and KV cache"]
     assert "granite" in untested["rotary"]
 
 

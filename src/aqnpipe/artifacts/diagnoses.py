@@ -132,27 +132,6 @@ class LocatedFault(Artifact):
         return self.faulty_channel_indices
 
 
-class KernelVerdict(Artifact):
-    """One kernel that was observed: an operator of torch with the formats, shapes and strides of its operands.
-
-    `layers` and `wrong_places` are evidence: where the model called it, and where its result was wrong.
-    """
-
-    operator: str
-    operands: str
-    verdict: Literal["healthy", "fault", "unchecked"] = Field(
-        description="unchecked: repeated, but its results were not recomputed in every call"
-    )
-    calls: int = Field(ge=1, description="observed calls; each was repeated, unless it writes into its operands")
-    wrong_calls: int = Field(ge=0)
-    compared_values: int = Field(ge=0, description="values recomputed on the host, of all calls")
-    wrong_values: int = Field(ge=0)
-    wrong_channels: tuple[int, ...] = Field(description="columns of the result with a wrong value")
-    is_reordered: bool = Field(description="repeats differ within the error bound of their sums")
-    layers: tuple[int, ...]
-    wrong_places: tuple[str, ...]
-
-
 class Untested(Artifact):
     """A part of the model or the device that a diagnosis did not test, and why."""
 
@@ -196,7 +175,6 @@ class Verdict(Artifact):
     faults: tuple[LocatedFault, ...] = ()
     findings: tuple[Finding, ...]
     method: DiagnosisMethod = "statistical"
-    kernels: tuple[KernelVerdict, ...] = Field(default=(), description="kernels observed while the model ran")
     untested: tuple[Untested, ...] = Field(default=(), description="what the exact probes did not test")
     reordered_sites: tuple[str, ...] = Field(
         default=(), description="sites that add in another order in every call, within the error bound of their sum"

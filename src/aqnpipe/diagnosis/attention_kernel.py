@@ -73,6 +73,7 @@ class Observation:
     unknown: dict[str, str] = field(default_factory=dict)
     operands: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    results: dict[int, Tensor] = field(default_factory=dict)
     cached: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     shown: dict[int, list[Tensor]] = field(default_factory=dict)
 
@@ -136,6 +137,7 @@ def _checked_call(
         test = known_operands((q, k, v), scale, allowed_keys, generator, first_kind)
     result = kernel(module, *test, mask, **kwargs)
     output = result[0] if isinstance(result, tuple) else result
+    observation.results[layer] = output
     setting = Setting(scale, _softcap(module, kwargs), allowed_keys)
     with on_host():
         answer = _Answer(layer, first_kind, allowed_keys, *reference(test, setting))

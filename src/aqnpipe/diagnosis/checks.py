@@ -22,9 +22,6 @@ OUTSIDE_LAYERS = -1
 CHECKSUM_PROBES = ("weights", "restored")
 """Probes that compare weights in memory. They say nothing of what the modules with these weights compute."""
 
-KERNEL, RETURNED = "kernel", "returned"
-"""Probes of a model that runs as it is: results of its operators, and what its modules read and return."""
-
 KEPT_CHANNELS = 64
 """Number of channels of a mismatch whose values are kept; all channels are counted."""
 
@@ -111,7 +108,7 @@ def compare(
             if ulps or allowed is not None:
                 bound = _bound(expected, ulps, allowed, observed.dtype).reshape(-1, num_channels)
                 changed &= ~((observed.cpu().double() - precise.cpu().double()).abs() <= bound)
-            mismatch = mismatch_of(rounded, observed, changed, calls)
+            mismatch = _mismatch(rounded, observed, changed, calls)
     return Check(probe, layer, site, num_channels, compared, mismatch, calls if compared or mismatch else 0)
 
 
@@ -144,7 +141,7 @@ def differs(expected: Tensor, observed: Tensor) -> Tensor:
     return (expected != observed) & ~(expected.isnan() & observed.isnan())
 
 
-def mismatch_of(expected: Tensor, observed: Tensor, changed: Tensor, calls: int) -> Mismatch | None:
+def _mismatch(expected: Tensor, observed: Tensor, changed: Tensor, calls: int) -> Mismatch | None:
     """Return the mismatch of the elements `changed` (on the CPU); others, within tolerance, count as expected."""
     channels = changed.any(0).nonzero().squeeze(1)
     if not len(channels):

@@ -13,20 +13,20 @@ from scipy import stats
 from torch import Tensor
 
 from aqnpipe.artifacts.diagnoses import FaultBits, FaultKind, LocatedFault, TilePlace
-from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, KERNEL, OUTSIDE_LAYERS, RETURNED, Check, Mismatch, differs
+from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check, Mismatch, differs
 from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY
 
 _MOST_INFORMATIVE = ("finite", "identity", "linear", "attention", "mlp", "norm", "mantissa", "integer", "accumulator")
 """Probes in order of how much their mismatch reveals about the type: known answers over a wide range come first."""
 
-_LEAST_INFORMATIVE = ("repeat", "monomial")
+_LEAST_INFORMATIVE = ("chain", "repeat", "monomial")
 """Probes that compare the device with itself; those of neither list stand between."""
 
-_OF_ITSELF = _LEAST_INFORMATIVE
+_OF_ITSELF = (*_LEAST_INFORMATIVE, "logits")
 """Probes that show no fault which both sides of the comparison share; they count as calls only where they differ."""
 
-_NOT_COUNTED = ("monomial", KERNEL, RETURNED)
-"""Probes whose elements say nothing of a rate: one permutes rows, and of what was observed wrong values are kept."""
+_NOT_COUNTED = ("chain", "monomial")
+"""Probes whose elements say nothing of a rate: one compares an output with its next reading, one permutes rows."""
 
 _ROUNDINGS = 4.0
 """Tolerance of explanations in roundings: both the fault and its difference from the expected value are rounded."""
@@ -72,7 +72,6 @@ def classify(suspect: _Suspect, all_checks: Sequence[Check]) -> LocatedFault:
     channels = faulty_channel_indices_of(evidence)
     if mark.kind == "spike":
         mark = _spike_rate(evidence, all_checks, len(channels))
-    width = max(check.num_channels for check in evidence)
     is_outside = suspect.layers[0] == OUTSIDE_LAYERS
     is_in_one = not (is_outside or suspect.is_device_wide)
     num_wrong, num_calls = _calls(evidence, all_checks)
@@ -84,28 +83,24 @@ def classify(suspect: _Suspect, all_checks: Sequence[Check]) -> LocatedFault:
         type=mark.kind,
         num_faulty_channels=len(channels),
         faulty_channel_indices=tuple(channels),
-        num_channels=width,
+        num_channels=evidence[0].num_channels,
         magnitude=mark.magnitude,
         magnitude_low=mark.low,
         magnitude_high=mark.high,
         threshold=None,
         probes=tuple(dict.fromkeys(check.probe for check in evidence)),
-        evidence=_in_words(evidence, len(channels), width),
+        evidence=_in_words(evidence, len(channels)),
         bits=fault_bits(informative),
         rate_per_call=num_wrong / num_calls if num_wrong else None,
         calls=num_calls if num_wrong else None,
-        tile=tile_place(channels, width),
+        tile=tile_place(channels, evidence[0].num_channels),
     )
 
 
 def _calls(evidence: Sequence[Check], all_checks: Sequence[Check]) -> tuple[int, int]:
-    """Return the wrong and all compared calls, without weights in memory, of which no module is called.
-
-    Right calls that were observed count where observed ones are wrong: a hook is behind all the kernels of its module.
-    """
+    """Return the wrong and all compared calls, without weights in memory, of which no module is called."""
     wrong = sum(_wrong_calls(c.mismatch) for c in evidence if c.mismatch and c.probe not in CHECKSUM_PROBES)
-    silent = {*_OF_ITSELF, *({KERNEL, RETURNED} - {check.probe for check in evidence})}
-    shown = (c for c in all_checks if c.probe not in CHECKSUM_PROBES and (c.mismatch or c.probe not in silent))
+    shown = (c for c in all_checks if c.probe not in CHECKSUM_PROBES and (c.mismatch or c.probe not in _OF_ITSELF))
     return wrong, sum(check.calls for check in shown)
 
 
@@ -260,12 +255,12 @@ def _offset_at_smallest(expected: Tensor, observed: Tensor) -> float:
     return float(torch.median((observed - expected)[smallest]))
 
 
-def _in_words(evidence: Sequence[Check], num_channels: int, width: int) -> str:
+def _in_words(evidence: Sequence[Check], num_channels: int) -> str:
     worst = max(evidence, key=lambda check: check.deviation)
     probes = ", ".join(dict.fromkeys(check.probe for check in evidence))
     is_nan = any(bool(check.mismatch.observed.isnan().any()) for check in evidence if check.mismatch)
     deviation = "some values are NaN" if is_nan else f"largest relative deviation {worst.deviation:.3g}"
-    return f"{num_channels} of {width} channels are wrong ({probes}; {deviation})"
+    return f"{num_channels} of {evidence[0].num_channels} channels are wrong ({probes}; {deviation})"
 
 
 def fault_bits(mismatch: Mismatch) -> FaultBits | None:

@@ -8,18 +8,16 @@ import torch
 from torch import nn
 
 from aqnpipe.artifacts.diagnoses import Untested
-from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, KERNEL, OUTSIDE_LAYERS, RETURNED, Check
+from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check
+from aqnpipe.diagnosis.ends_in_sequences import FINITE
 from aqnpipe.diagnosis.patterns import ProbeInputs
 from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import LayerSites
 
-WITHOUT_ANSWER = ("repeat", "monomial", "finite", KERNEL, *CHECKSUM_PROBES)
+WITHOUT_ANSWER = ("repeat", "monomial", "finite", FINITE, *CHECKSUM_PROBES)
 """Probes that compare the device with itself, or weights in memory, with which no module was run."""
 
-_OVER_RANGE = ("norm_range",)
-
-_SUMS = ("attention_output", "mlp_output", "layer_output")
-"""Outputs of modules whose operators are all observed."""
+_OVER_RANGE = ("norm_range", "norm_in_model")
 
 _ONLY_REPEATED = "no known answer for this structure, only repeated"
 _TRANSPOSED = "a linear with a transposed weight (Conv1D), only repeated as a part of its block"
@@ -37,6 +35,8 @@ PARTS_OF_LAYERS = {
     "activation outside the probed point": ("activation",),
     "attention over more than one key": ("attention_one_hot", "attention_uniform"),
     "KV cache and decode": ("cache",),
+    "inputs of attention": ("attention_input",),
+    "inputs of MLPs": ("mlp_input",),
     "backward pass": ("backward",),
     "kernels for other shapes": ("shapes",),
 }
@@ -77,10 +77,10 @@ def _norms_inside(sites: LayerSites) -> set[str]:
 
 
 def _tested_sites(checks: Sequence[Check]) -> set[tuple[int, str]]:
-    """Return the sites at which a value was compared with a known answer, and the sums that were observed."""
+    """Return the sites at which a value was compared with a known answer."""
     return {
         (c.layer, c.site) for c in checks if c.probe not in WITHOUT_ANSWER and (c.elements_per_channel or c.mismatch)
-    } | {(c.layer, c.site) for c in checks if c.probe == RETURNED and c.site in _SUMS and c.calls}
+    }
 
 
 def untested_norms(

@@ -15,7 +15,7 @@ from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import format_fault
 from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.capture import NonFiniteOutputError
-from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, KERNEL, RETURNED
+from aqnpipe.diagnosis.checks import CHECKSUM_PROBES
 from aqnpipe.diagnosis.exact import ExactResult, run_exact
 from aqnpipe.diagnosis.scans import run_scans
 from aqnpipe.diagnosis.stored_weights import compare_with_file
@@ -118,7 +118,7 @@ def _metrics_of(layer: int, diagnosed: Diagnosed, scans: dict[str, float | str |
     if diagnosed.exact is None:
         return LayerMetrics(layer=layer, scans=scans)
     checks = [check for check in diagnosed.exact.checks if check.layer == layer]
-    probed = [check for check in checks if check.probe not in (*CHECKSUM_PROBES, KERNEL, RETURNED)]
+    probed = [check for check in checks if check.probe not in CHECKSUM_PROBES]
     largest = max(check.deviation for check in checks)  # not finite if a value is NaN or infinite
     seen: dict[str, int] = {}
     for check in probed:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.patterns import accumulating_operands, selection, selection_weight
-from aqnpipe.diagnosis.reference import PRODUCT_BITS, full_mantissas, mantissa_bits, substituted, zero_bias
+from aqnpipe.diagnosis.reference import FLOAT32_EPS, PRODUCT_BITS, full_mantissas, mantissa_bits, substituted, zero_bias
+from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.layout import decoder_layers, is_norm, output_projection
 from aqnpipe.seeding import keyed_generator
 
@@ -65,6 +66,31 @@ def outer_norms(model: nn.Module) -> dict[str, nn.Module]:
     inside = set(decoder_layers(model).modules())
     found = {path: module for path, module in model.named_modules() if module not in inside and is_norm(module)}
     return {"final_norm" if len(found) == 1 else path: module for path, module in found.items()}
+
+
+def changed_logits(raw: Tensor, setting: str, number: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return float64 logits behind a cap or a factor, and the roundings that are allowed for each value.
+
+    A product is rounded once. A capped logit is rounded three times: the quotient, its tanh, and the product; tanh is
+    off by some units of float32.
+    """
+    rounding, format = torch.finfo(dtype).eps / 2, torch.finfo(dtype)
+    if setting == "logit_scale":
+        answer = raw * number
+        return answer, (rounding + FLOAT32_EPS) * answer.abs() + format.tiny
+    quotient = raw / number
+    capped = torch.tanh(quotient)
+    of_tanh = (1 - capped**2) * quotient.abs() * rounding + capped.abs() * (rounding + 4 * FLOAT32_EPS)
+    answer = number * capped
+    return answer, TWO_ROUNDINGS * (number * of_tanh + rounding * answer.abs()) + format.tiny
+
+
+def looked_up(module: nn.Module, ids: Tensor) -> Tensor:
+    """Return on the host what an embedding has to output for `ids`: rows of its weight, times its scale."""
+    weight: Tensor = module.weight.detach()  # type: ignore[operator]
+    wanted, places = ids.cpu().unique(return_inverse=True)
+    rows = torch.stack([weight[row].cpu() for row in wanted.tolist()])
+    return _scaled(module, rows)[places]
 
 
 def _scaled(module: nn.Module, rows: Tensor) -> Tensor:

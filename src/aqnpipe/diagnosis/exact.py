@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.artifacts.diagnoses import KernelVerdict, LocatedFault, Untested
+from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, Mismatch
@@ -27,7 +27,6 @@ from aqnpipe.diagnosis.classify import Evidence, Mark, classify, mark_of, mismat
 from aqnpipe.diagnosis.coverage import metered, untested_norms, untested_parts, untested_sites
 from aqnpipe.diagnosis.ends import outer_norms
 from aqnpipe.diagnosis.further import further_checks, without_consequences
-from aqnpipe.diagnosis.kernels import Observed, observe_kernels
 from aqnpipe.diagnosis.linears import product_bits
 from aqnpipe.diagnosis.patterns import ProbeInputs, exponent_ladder
 from aqnpipe.diagnosis.probes import LayerProber, norm_offset, subtracts_mean
@@ -68,7 +67,6 @@ class ExactResult:
     num_tokens: int
     device: str
     float32_product_bits: int | None = None
-    kernels: tuple[KernelVerdict, ...] = ()
 
 
 def run_exact(
@@ -98,8 +96,6 @@ def run_exact(
     with inference(model), determinism_requested(), metered(layers, num_tokens) as cost:
         one_token, sequences = _layer_inputs(model, num_tokens, len(inputs.ladder), like.device)
         offsets = _norm_offsets(layers, like.dtype, like.device)
-        seen: list[Observed] = []
-        observed = Part(lambda: _observe(model, layers, config.seed, show_progress, seen))
         probers = [LayerProber(index, sites, one_token[index].kwargs, offsets) for index, sites in enumerate(layers)]
         for prober in probers:
             show_progress(f"exact probes: layer {prober.index + 1} of {len(layers)}")
@@ -108,7 +104,6 @@ def run_exact(
             reordered |= set(changing)
             sequences[prober.index] = replace(sequences[prober.index], kwargs={})
         parts, unreached = further_checks(model, layers, config.seed, show_progress, elements_needed(config))
-        parts = [observed, *parts]
         more = [check for part in parts for check in part.checks] + compare_with_earlier(model, before)
         checks, unfit = _without_misfits(without_consequences(checks + more), probers, inputs)
         faults = _faults(checks, probers, inputs, parts)
@@ -119,37 +114,17 @@ def run_exact(
             *untested_sites(layers, checks),
             *unfit,
             *unreached,
-            *_without_answer(seen[0].unchecked),
             *untested_norms(layers, outer_norms(model), checks),
             *untested_parts(checks, len(layers), like.dtype, inputs),
         ),
-        reordered=tuple(sorted({*reordered, *seen[0].reordered})),
+        reordered=tuple(sorted(reordered)),
         elements_per_channel=elements_per_channel(checks),
         calls_per_site=calls_per_site(checks),
         forward_equivalents=cost.forward_equivalents,
         num_tokens=num_tokens,
         device=like.device.type,
         float32_product_bits=_product_bits(layers, inputs, faults),
-        kernels=seen[0].kernels,
     )
-
-
-def _observe(
-    model: nn.Module,
-    layers: Sequence[LayerSites],
-    seed: int,
-    show_progress: Callable[[str], None],
-    seen: list[Observed],
-) -> list[Check]:
-    """Observe the kernels of the model; `seen` gets what was observed."""
-    seen.append(observe_kernels(model, layers, seed, show_progress))
-    return seen[-1].checks
-
-
-def _without_answer(operators: Sequence[str]) -> list[Untested]:
-    """Return the gap that operators leave of which a result was not recomputed."""
-    reason = f"repeated, not recomputed: {', '.join(operators)}"
-    return [Untested(part="results of some operators", reason=reason)] if operators else []
 
 
 def tokens_needed(config: DiagnosisConfig, dtype: torch.dtype) -> int:
@@ -325,8 +300,6 @@ def _on_host(prober: LayerProber, *, runs_experts: bool) -> LayerProber:
     for module in layer.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
-        # A `forward` that was put on the module computes with the module it was made for, on the device.
-        vars(module).pop("forward", None)
     has_fused_experts = any(parameter.ndim > 2 for parameter in layer.parameters())
     dtype = torch.float32 if has_fused_experts and runs_experts else torch.float64
     return replace(

@@ -16,10 +16,10 @@ from aqnpipe.diagnosis.activations import (
     gated_sweep,
 )
 from aqnpipe.diagnosis.activations import SITE as CORE_SITE
-from aqnpipe.diagnosis.checks import Check
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.ends import probe_ends
+from aqnpipe.diagnosis.ends_in_sequences import FINITE
 from aqnpipe.diagnosis.experts import EXPERT_SITE, ROUTER_SITE, experts_of, probe_experts, probe_router, router_of
-from aqnpipe.diagnosis.kernels import longest_sequence
 from aqnpipe.diagnosis.linears import (
     LARGE_OF_GRADIENTS,
     LAYERS_OF_LARGE,
@@ -33,7 +33,7 @@ from aqnpipe.diagnosis.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.reference import FEW_ROWS
 from aqnpipe.diagnosis.repeats import Part
 from aqnpipe.diagnosis.rotary import SITE as ROTARY_SITE
-from aqnpipe.diagnosis.sequences import is_known, model_type, probe_sequences
+from aqnpipe.diagnosis.sequences import is_known, longest_sequence, model_type, probe_sequences
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
@@ -92,12 +92,16 @@ def _other_shapes(num_layers: int) -> Untested:
 def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
     """Return what no diagnosis tests: learned positions, some gradients, other sequences, other attention kernels."""
     used = getattr(model.config, "_attn_implementation", None)
+    without_probe = ["embedding", "gains", "biases", "rotary embedding", "gated products", "residual sums", "lm_head"]
+    if any(experts_of(sites.layer) is not None or router_of(sites.layer) is not None for sites in layers):
+        without_probe[1:1] = ["experts", "router"]
     tokens = model.get_input_embeddings()  # type: ignore[operator]
     others = [
         name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and module is not tokens
     ]
     return [
         *(Untested(part=name, reason="no probe looks its rows up") for name in others),
+        Untested(part=f"gradients of {', '.join(without_probe)}", reason="no probe differentiates them"),
         Untested(
             part="other numbers of sequences",
             reason="1 and 4 through the whole model, attention also with 2, 3 and 16, its gradients with 4",
@@ -187,12 +191,15 @@ def without_consequences(checks: Sequence[Check]) -> list[Check]:
 
     Gradients go back through the output of their linear, a core through its activation, and the sum of experts through
     each of them. The rotation is compared between two passes, through the norms of heads, which differ between them
-    if their fault is random.
+    if their fault is random. A number that is not finite leaves its layer from the site that made it.
     A check of a faulty source says nothing about what follows it.
     """
     wrong = {(check.layer, check.site) for check in checks if check.mismatch and check.probe != "backward"}
+    explained = {c.layer for c in checks if c.mismatch and c.probe != FINITE and c.layer != OUTSIDE_LAYERS}
 
     def follows(check: Check) -> bool:
+        if check.probe == FINITE:
+            return check.layer in explained
         if check.probe == "backward":
             return (check.layer, check.site.rsplit(".", 1)[0]) in wrong
         if check.site == EXPERT_SITE:

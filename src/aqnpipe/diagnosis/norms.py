@@ -52,6 +52,31 @@ def norm_sweep(
     return [compare("norm_range", layer, site, expected, observed, allowed=allowed)]
 
 
+def has_answer(module: nn.Module) -> bool:
+    """Return whether the epsilon of a norm is known, so that its outputs can be compared."""
+    return _epsilon(module) is not None
+
+
+def norm_in_model(module: nn.Module, layer: int, site: str, unit: float, x: Tensor, observed: Tensor) -> Check:
+    """Return the check of one call of a norm within the model, with its own gain, against float64.
+
+    `unit` is 1 if the norm adds 1 to its weight. Rows that no healthy device squares in float32 are left out.
+    """
+    rows = x.detach().cpu().double()
+    bias = getattr(module, "bias", None)
+    factors = weight_of(module).detach().cpu().double() + unit
+    shift = bias.detach().cpu().double() if isinstance(bias, Tensor) else torch.zeros_like(factors)
+    centred = subtracts_mean(module)
+    expected, allowed = _answer(rows, factors, shift, _epsilon(module) or 0.0, observed.dtype, centred=centred)
+    if centred:  # a mean far above the scatter costs the variance its digits
+        square, scatter = rows.square().mean(-1, keepdim=True), rows.var(-1, correction=0, keepdim=True)
+        allowed = allowed * (1 + square / (scatter + (_epsilon(module) or 0.0)))
+    plain = rows.abs().amax(-1, keepdim=True) < 2.0 ** _WIDE_EXPONENTS[1]  # not so where NaN
+    seen = observed.detach().cpu()
+    answers = torch.where(plain, expected, seen.double())
+    return compare("norm_in_model", layer, site, answers, seen, allowed=torch.where(plain, allowed, 0.0))
+
+
 def _answer(
     x: Tensor, factors: Tensor, shift: Tensor, epsilon: float, dtype: torch.dtype, *, centred: bool
 ) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Inputs and outputs of every site of a decoder layer in one call, recorded by hooks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,12 @@ def tracing(sites: LayerSites) -> Iterator[Trace]:
 def first_tensor(output: Any) -> Tensor:
     """Return the output tensor of a module, which may be the first element of a tuple."""
     tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
+
+
+def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the hidden states that a module is called with, which may be an argument by name."""
+    tensor: Tensor = args[0] if args else kwargs["hidden_states"]
     return tensor
 
 

@@ -82,7 +82,6 @@ def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any
         "site": first.site if first else None,
         "num_faulty_channels": first.num_faulty_channels if first else None,
         "faults": exact.faults,
-        "kernels": exact.kernels,
         "untested": exact.untested,
         "reordered_sites": exact.reordered,
         "elements_per_channel": exact.elements_per_channel,

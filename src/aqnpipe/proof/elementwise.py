@@ -84,13 +84,12 @@ def _softmax_backward(
     return [_sampled(result, place, exact.reshape(-1)[chosen], slack.reshape(-1)[chosen])]
 
 
-def sigmoid(x: FloatArray) -> FloatArray:
-    """Return the sigmoid of x."""
+def _sigmoid(x: FloatArray) -> FloatArray:
     found: FloatArray = 0.5 * (1 + np.tanh(0.5 * x))
     return found
 
 
-def gelu_parts(x: FloatArray, approximate: str) -> tuple[FloatArray, FloatArray]:
+def _gelu_parts(x: FloatArray, approximate: str) -> tuple[FloatArray, FloatArray]:
     """Return what GELU multiplies x with, and its derivative by x."""
     if approximate == "tanh":
         scale = np.sqrt(2 / np.pi)
@@ -102,8 +101,8 @@ def gelu_parts(x: FloatArray, approximate: str) -> tuple[FloatArray, FloatArray]
 def _activation(name: str, arguments: Arguments, x: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return the factor of x in an activation, and the derivative of that factor."""
     if name == "gelu":
-        return gelu_parts(x, str(arguments.get("approximate", "none")))
-    factor = sigmoid(x)
+        return _gelu_parts(x, str(arguments.get("approximate", "none")))
+    factor = _sigmoid(x)
     return factor, factor * (1 - factor)
 
 
@@ -135,7 +134,7 @@ def _rows_of(tensor: Tensor, rows: Any, width: int) -> FloatArray:
     return wide(tensor.reshape(-1, width)[torch.from_numpy(np.asarray(rows))])
 
 
-def standardised(arguments: Arguments, x: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _standardised(arguments: Arguments, x: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return rows with mean 0 and variance 1, and the reciprocals of their standard deviations."""
     centred = x - x.mean(-1, keepdims=True)
     scale = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + float(arguments["eps"]))
@@ -148,7 +147,7 @@ def _layer_norm(arguments: Arguments, result: Any, rng: np.random.Generator, cou
         return [None]
     rows = rng.integers(0, output.numel() // width, _ROWS)
     x = _rows_of(arguments["input"], rows, width)
-    found, scale = standardised(arguments, x)
+    found, scale = _standardised(arguments, x)
     size = (np.abs(x) + np.abs(x).mean(-1, keepdims=True)) * scale
     weight, bias = arguments["weight"], arguments["bias"]
     if weight is not None:

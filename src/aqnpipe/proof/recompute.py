@@ -67,7 +67,7 @@ def _matmul(first: Tensor, second: Tensor, result: Tensor, rng: np.random.Genera
     rows, columns = _factors(first, second, place)
     terms = rows * columns
     exact, magnitude = terms.sum(-1), np.abs(terms).sum(-1)
-    slack = product_slack(magnitude, terms.shape[-1], result.dtype)
+    slack = _rounding(magnitude, terms.shape[-1], result.dtype)
     input_rms = np.broadcast_to(np.sqrt((rows**2).mean(-1)), exact.shape)
     return Sampled(in_memory(result, place), exact, slack, at(result, place), input_rms=input_rms)
 
@@ -164,7 +164,7 @@ def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
         pairs.append((wide(row), wide(column)))
     exact = np.array([(row * column).sum() for row, column in pairs])
     magnitude = np.array([np.abs(row * column).sum() for row, column in pairs])
-    slack = product_slack(magnitude, max(len(row) for row, _ in pairs), result.dtype)
+    slack = _rounding(magnitude, max(len(row) for row, _ in pairs), result.dtype)
     return [Sampled(in_memory(result, place), exact, slack, at(result, place))]
 
 
@@ -189,7 +189,7 @@ def _attention(arguments: Arguments, result: Any, rng: np.random.Generator, coun
         return [None]
     batch, head = chosen
     rows = np.sort(rng.choice(output.shape[2], min(_ROWS, output.shape[2]), replace=False))
-    part = head_of(arguments, batch, head, rows)
+    part = _head(arguments, batch, head, rows)
     exact = part.weights @ part.value
     magnitude = part.weights @ np.abs(part.value)
     return [_sample_rows(output, chosen, rows, exact, magnitude * part.slack, rng, count)]
@@ -205,7 +205,7 @@ def _attention_backward(
     # Query heads that share keys and values add up in the gradients of these.
     sharing = arguments["query"].shape[1] // arguments["key"].shape[1]
     shared = head // sharing
-    heads = [gradients_of_head(arguments, batch, shared * sharing + each) for each in range(sharing)]
+    heads = [_gradients_of(arguments, batch, shared * sharing + each) for each in range(sharing)]
     own = heads[head - shared * sharing]
     exact = (own[0][0], *(sum(values[axis] for values, _ in heads) for axis in (1, 2)))
     slack = (own[1][0], *(sum(bounds[axis] for _, bounds in heads) for axis in (1, 2)))
@@ -223,33 +223,19 @@ def _attention_backward(
     ]
 
 
-def gradients_of_head(
-    arguments: Arguments, batch: int, head: int, *, from_output: bool = False
-) -> tuple[Sequence[FloatArray], Sequence[FloatArray]]:
-    """Return the gradients of queries, keys and values of one query head, and their slack.
-
-    `from_output`: of the output that the operator was given, which an error may have changed.
-    """
-    whole = head_of(arguments, batch, head, np.arange(arguments["query"].shape[2]))
+def _gradients_of(arguments: Arguments, batch: int, head: int) -> tuple[Sequence[FloatArray], Sequence[FloatArray]]:
+    """Return the gradients of queries, keys and values of one query head, and their slack."""
+    whole = _head(arguments, batch, head, np.arange(arguments["query"].shape[2]))
     gradient = wide(next(iter(arguments.values()))[batch, head])
     weights, value = whole.weights, whole.value
     towards, size = gradient @ value.T, np.abs(gradient) @ np.abs(value).T
-    if from_output:
-        # Kernels subtract the product of gradient and output, both of which are exact here, in float32.
-        terms = gradient * wide(arguments["out"][batch, head])
-        along, size = terms.sum(-1, keepdims=True), size + np.abs(terms).sum(-1, keepdims=True)
-        errors = np.abs(towards - along) * whole.slack + size * gamma(value.shape[-1] + 8)
-    else:
-        along = (weights * towards).sum(-1, keepdims=True)
-        errors = 4 * whole.slack * (size + (weights * size).sum(-1, keepdims=True))
+    scores = weights * (towards - (weights * towards).sum(-1, keepdims=True)) * whole.scale
     # Weights below the smallest normal number may be zero in the kernel; where one key has all the weight, the
     # gradients of queries and keys consist of them.
-    lost = torch.finfo(torch.float32).tiny
-    scores = weights * (towards - along) * whole.scale
-    slack = (weights * errors + lost * (size + (weights * size).sum(-1, keepdims=True))) * whole.scale
+    uncertain = 4 * whole.slack * weights + torch.finfo(torch.float32).tiny
+    largest = uncertain * (size + (weights * size).sum(-1, keepdims=True)) * whole.scale
     exact = (scores @ whole.key, scores.T @ whole.query, weights.T @ gradient)
-    of_values = (4 * whole.slack * weights + lost).T @ np.abs(gradient)
-    return exact, [slack @ np.abs(whole.key), slack.T @ np.abs(whole.query), of_values]
+    return exact, (largest @ np.abs(whole.key), largest.T @ np.abs(whole.query), uncertain.T @ np.abs(gradient))
 
 
 def _chosen_head(arguments: Arguments, rng: np.random.Generator) -> tuple[int, int] | None:
@@ -260,8 +246,7 @@ def _chosen_head(arguments: Arguments, rng: np.random.Generator) -> tuple[int, i
     return int(rng.integers(query.shape[0])), int(rng.integers(query.shape[1]))
 
 
-def head_of(arguments: Arguments, batch: int, head: int, rows: IntArray) -> _Head:
-    """Return rows of one query head of attention, with the keys and values that it shares with others."""
+def _head(arguments: Arguments, batch: int, head: int, rows: IntArray) -> _Head:
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     shared = head * key.shape[1] // query.shape[1]
     q, k, v = wide(query[batch, head, torch.from_numpy(rows)]), wide(key[batch, shared]), wide(value[batch, shared])
@@ -322,7 +307,7 @@ def _convolution(arguments: Arguments, result: Tensor, rng: np.random.Generator,
         terms = patch * kernels[channel]
         exact[number], magnitude[number] = terms.sum(), np.abs(terms).sum()
     sampled = Sampled(
-        in_memory(result, place), exact, product_slack(magnitude, kernels[0].size, result.dtype), at(result, place)
+        in_memory(result, place), exact, _rounding(magnitude, kernels[0].size, result.dtype), at(result, place)
     )
     if bias is None:
         return [sampled]
@@ -356,7 +341,7 @@ def at(tensor: Tensor, place: tuple[IntArray, ...]) -> FloatArray:
     return wide(found.reshape(-1))
 
 
-def product_slack(magnitude: FloatArray, num_terms: int, dtype: torch.dtype) -> FloatArray:
+def _rounding(magnitude: FloatArray, num_terms: int, dtype: torch.dtype) -> FloatArray:
     """Return how far a correct sum of `num_terms` products may be from the exact one (see `error_bounds`)."""
     info = torch.finfo(dtype)
     unit = 2.0**-53 if dtype == torch.float64 else 2.0**-24

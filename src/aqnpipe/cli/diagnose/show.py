@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from aqnpipe.artifacts.diagnoses import (
         DeviceReport,
         DiagnosisFile,
-        KernelVerdict,
         LayerMetrics,
         LocatedFault,
         NodeReport,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from aqnpipe.diagnosis.node_comparison import Comparison
 
 _SHOWN_SCANS = ("gain", "kurtosis", "instability")
-_SHOWN_KERNELS = _SHOWN_COLUMNS = 8
 _STYLES = {"healthy": "bold green", "fault": "bold red", "abstain": "bold yellow", "error": "bold yellow"}
 
 
@@ -33,8 +31,6 @@ def show_diagnosis(file: "DiagnosisFile") -> None:
     console.print(Text(file.verdict.upper(), _STYLES[file.verdict]), f"{file.model} on {file.device}, {file.dtype}")
     console.print(Text(file.reason))
     show_faults(console, file.faults)
-    for line in kernel_lines(file.kernels):
-        console.print(Text(line))
     layers = table_of("Layers", left=("layer", "faulty sites"), right=("probed", "deviation", *_SHOWN_SCANS))
     for layer in file.layers:
         layers.add_row(str(layer.layer), *_layer_cells(layer))
@@ -83,19 +79,6 @@ def show_faults(console: Console, faults: "Sequence[LocatedFault]") -> None:
     for fault in faults:
         if lines := evidence_in_bits(fault):
             console.print(Text(f"{_where(fault)}: {'; '.join(lines)}"))
-
-
-def kernel_lines(kernels: "Sequence[KernelVerdict]") -> list[str]:
-    """Return a line for each of the first faulty kernels, and one that counts the others."""
-    faulty = [kernel for kernel in kernels if kernel.verdict == "fault"]
-    lines = [
-        f"kernel {kernel.operator} ({kernel.operands}): wrong in {kernel.wrong_calls} of {kernel.calls} calls, "
-        f"columns {_numbers(kernel.wrong_channels[:_SHOWN_COLUMNS])}"
-        f"{' and more' if len(kernel.wrong_channels) > _SHOWN_COLUMNS else ''}"
-        for kernel in faulty[:_SHOWN_KERNELS]
-    ]
-    hidden = len(faulty) - len(lines)
-    return [*lines, f"and {hidden} more kernels, in the file of --json"] if hidden else lines
 
 
 def evidence_in_bits(fault: "LocatedFault") -> list[str]:
