@@ -252,7 +252,7 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
 
     Columns as in `artifacts.comparisons.DifferenceTable`, without rows that have no difference.
     """
-    rows = differences.with_columns(pl.col("difference", "ci_low", "ci_high") * 100)
+    rows = in_points(differences)
     rows = told(told(rows, lambda row: words.level(row["noise_level"]), "level"), switched, "plain")
     rows = told(rows, lambda row: _about_difference(row, words))
     levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
@@ -290,19 +290,27 @@ def segment_panel(segments: Sequence[SegmentEffect], by: SegmentBy, words: Words
 
     fields = {"segment", "num_questions", "difference", "ci_low", "ci_high"}
     rows = told(pl.DataFrame([one.model_dump(include=fields) for one in segments]), about)
-    rows = rows.with_columns(pl.col("difference", "^ci_.*$") * 100, pl.col("segment").alias("arm"))
-    names, title = [one.segment for one in segments], words("axis.difference")
-    base = alt.Chart(rows, width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names)).encode(_arm_axis(names))
-    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
-    chart = alt.layer(
-        zero.encode(alt.X("zero:Q").title(title)),
-        base.mark_rule(strokeWidth=2, color=INK).encode(alt.X("ci_low:Q").title(title), alt.X2("ci_high:Q")),
-        base.mark_point(filled=True, size=44, opacity=1, color=INK).encode(
-            alt.X("difference:Q").title(title), description="about:N"
-        ),
-    )
+    rows, names = rows.with_columns(pl.col("segment").alias("arm")), [one.segment for one in segments]
+    base = alt.Chart(in_points(rows), width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names))
+    chart = forest(base, _arm_axis(names), words("axis.difference"), description="about:N")
     heading = words(f"segment.{by}")
     return panel(heading, chart, words("alt.segments", by=heading))
+
+
+def forest(base: alt.Chart, y: alt.Y, title: str, **channels: str) -> alt.TopLevelMixin:
+    """Return a row per difference with its interval, and a rule at 0; columns difference, ci_low and ci_high."""
+    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
+    dots = base.mark_point(filled=True, size=44, opacity=1, color=INK)
+    return alt.layer(
+        zero.encode(alt.X("zero:Q").title(title)),
+        base.mark_rule(strokeWidth=2, color=INK).encode(alt.X("ci_low:Q").title(title), alt.X2("ci_high:Q"), y),
+        dots.encode(alt.X("difference:Q").title(title), y, **channels),
+    )
+
+
+def in_points(differences: pl.DataFrame) -> pl.DataFrame:
+    """Return the table with differences and their intervals in percentage points."""
+    return differences.with_columns(pl.col("difference", "ci_low", "ci_high") * 100)
 
 
 def look_panel(looks: Sequence[ClaimAtLook], claim: str, words: Words) -> Panel:
@@ -313,7 +321,7 @@ def look_panel(looks: Sequence[ClaimAtLook], claim: str, words: Words) -> Panel:
         return described("", words("mark.look", seeds=row["seeds"], difference=row["difference"], interval=interval))
 
     rows = pl.DataFrame([look.model_dump(include={"seeds", "difference", "ci_low", "ci_high"}) for look in looks])
-    rows, title = told(rows, about).with_columns(pl.col("difference", "^ci_.*$") * 100), words("axis.difference")
+    rows, title = in_points(told(rows, about)), words("axis.difference")
     x = alt.X("seeds:Q").title(words("column.seeds_at_look")).scale(zero=False, padding=20)
     base = base_chart(rows).encode(x.axis(grid=False, format="d", values=rows["seeds"].to_list()))
     zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)

@@ -36,9 +36,9 @@ def write_inspect_logs(responses: Responses, study: str, folder: Path) -> int:
         columns = sorted(responses.scorers, key=lambda scorer: scorer != responses.primary_scorer)
         scorers = {scorer: responses.name_of(scorer) for scorer in columns}
         for (level,), rows in table.group_by("noise_level", maintain_order=True):
-            task = f"{study}, {names.get(level) or f'noise {level:g}'}"  # type: ignore[call-overload]
+            task = f"{study}, {names.get(level) or f'noise {level:g}'}"
             identity, time = short_digest((task, model), 8), datetime.fromtimestamp(made, UTC)
-            log = {"version": 2, "status": "success"} | _log(rows, questions, scorers)
+            log: dict[str, Any] = {"version": 2, "status": "success", **_log(rows, questions, scorers)}
             log["eval"] |= {"created": time.isoformat(timespec="seconds"), "task": task, "model": model}
             log["eval"] |= dict.fromkeys(("eval_id", "run_id", "task_id"), identity)
             # The viewer lists files whose names begin with a time.

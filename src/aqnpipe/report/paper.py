@@ -47,9 +47,7 @@ def claims_panel(overview: ClaimsOverview, comparisons: pl.DataFrame, words: Wor
             "claim": "\n".join(
                 textwrap.wrap(row.claim if texts[row.claim] == 1 else f"{row.claim} ({row.comparison_id})", letters)
             ),
-            "difference": 100 * found[row.comparison_id]["difference"],
-            "low": 100 * found[row.comparison_id]["ci_low"],
-            "high": 100 * found[row.comparison_id]["ci_high"],
+            **{column: found[row.comparison_id][column] for column in ("difference", "ci_low", "ci_high")},
         }
         for row in overview.rows
         if row.strip is not None
@@ -59,7 +57,7 @@ def claims_panel(overview: ClaimsOverview, comparisons: pl.DataFrame, words: Wor
     names = [row["claim"] for row in drawn]
     lines = [name.split("\n") for name in names]
     row_height = _LINE_HEIGHT * (1 + max(map(len, lines)))
-    base = alt.Chart(pl.DataFrame(drawn), width=_WIDTH, height=row_height * len(drawn))
+    base = alt.Chart(charts.in_points(pl.DataFrame(drawn)), width=_WIDTH, height=row_height * len(drawn))
     axis = alt.Axis(
         labelColor=INK,
         ticks=False,
@@ -72,13 +70,7 @@ def claims_panel(overview: ClaimsOverview, comparisons: pl.DataFrame, words: Wor
     )
     y = alt.Y("claim:N", axis=axis).sort(names).title(None)
     title = words("claims.axis")
-    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
-    chart = alt.layer(
-        zero.encode(alt.X("zero:Q").title(title)),
-        base.mark_rule(strokeWidth=2, color=INK).encode(alt.X("low:Q").title(title), alt.X2("high:Q"), y),
-        base.mark_point(filled=True, size=44, opacity=1, color=INK).encode(alt.X("difference:Q").title(title), y),
-    )
-    return charts.panel(words("claims.label"), chart, words("claims.axis"), wide=True)
+    return charts.panel(words("claims.label"), charts.forest(base, y, title), title, wide=True)
 
 
 FigureFormat = Literal["pdf", "svg"]
