@@ -290,6 +290,21 @@ def test_so_is_one_inside_a_part(load):
     assert load({"num_hidden_layers": 2, "model_type": "gemma3", "text_config": family}).text_config.hidden_size == 64
 
 
+def test_so_is_one_for_generation(load, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "transformers_version": "4.37.0"}')
+    load(QWEN2)
+    (tmp_path / "generation_config.json").write_text('{"to_dict": 1}')
+    with pytest.raises(ModelError, match="to_dict is not a setting, but a part of transformers"):
+        load(QWEN2)
+
+
+def test_a_number_of_parts_that_would_take_for_ever_is_one_line(load):
+    """A name is made for each label."""
+    with pytest.raises(ModelError, match="num_labels is 1000000000, expected at most 1,000,000"):
+        load({**QWEN2, "num_labels": 10**9})
+    assert load({**QWEN2, "num_labels": 3, "num_parameters": 7_615_616_512}).num_labels == 3
+
+
 @pytest.mark.parametrize("key", _REFERENCES)
 def test_a_key_that_refers_to_other_files_is_one_line(load, key):
     with pytest.raises(ModelError, match=f"{key} would load other files or code than named here"):

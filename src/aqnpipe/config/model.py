@@ -21,8 +21,11 @@ BUILTIN_MODELS: tuple[str, ...] = get_args(BuiltinModel)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _KERNEL = re.compile(r"[\w|]+")
 _EPSILON = re.compile(r"norm_eps(ilon)?$")
+_COUNT = re.compile(r"(num|n)_(\w+_)?(layers|labels|experts|heads|groups)")
+"""Keys whose number transformers makes parts of, or names of labels, one after the other."""
 _LARGEST_THETA = 1e30
 _MOST_LAYERS = 10_000
+_MOST_PARTS = 1_000_000
 _LARGEST_SIZE = 2**31 - 1
 _MOST_BYTES = 256 * 2**20
 """Most bytes of a text file of a model; the tokenizers of the largest vocabularies have 35 MB."""
@@ -157,8 +160,9 @@ def read_model_config(folder: Path) -> dict[str, Any]:
             raise ModelError(f"{path}: {key} is {value!r}, expected a number from 0 to 1")
         if key == "rope_theta" and value is not None and not (_is_number(value) and 0 < value <= _LARGEST_THETA):
             raise ModelError(f"{path}: {key} is {repr(value)[:80]}, expected a number above 0")
-        if key == "num_hidden_layers" and isinstance(value, int) and value > _MOST_LAYERS:
-            raise ModelError(f"{path}: {key} is {value}, expected at most {_MOST_LAYERS:,}")
+        most = _MOST_LAYERS if key.endswith("layers") else _MOST_PARTS
+        if _COUNT.fullmatch(key) and isinstance(value, int) and value > most:
+            raise ModelError(f"{path}: {key} is {value}, expected at most {most:,}")
     return config
 
 

@@ -6,13 +6,12 @@ them, and no code looks at them. Such a key must not name something that every c
 `attribute_map` would rename attributes, `sub_configs` would exchange the classes of parts.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aqnpipe.config.model import read_model_config
+from aqnpipe.config.model import read_json_object, read_model_config
 from aqnpipe.errors import ModelError
 
 if TYPE_CHECKING:
@@ -28,18 +27,29 @@ _INERT = frozenset(
 
 
 def load_config(folder: Path) -> "PreTrainedConfig":
-    """Return the configuration of a model folder; raises ModelError for keys and families that are not allowed."""
-    from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Return the configuration of a model folder; ModelError for keys, families and quantizations not allowed."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     content, path = read_model_config(folder), folder / "config.json"
     family = content.get("model_type")
     if isinstance(family, str) and family in CONFIG_MAPPING:
         # The configurations of other families (detectors with a backbone) may fetch from the hub.
-        if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if CONFIG_MAPPING[family] not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ModelError(f"{path}: model_type is {family!r}, expected a decoder-only family")
         for key in _taken(CONFIG_MAPPING[family], content):
             raise ModelError(f"{path}: {key} is not a setting of {family}, but a part of transformers' own code")
+    generation = folder / "generation_config.json"
+    for key in read_json_object(generation) if generation.exists() else ():
+        if callable(getattr(GenerationConfig, key, None)):
+            raise ModelError(f"{generation}: {key} is not a setting, but a part of transformers' own code")
+    quantization = content.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method is not None and method not in (*AUTO_QUANTIZER_MAPPING, "bitsandbytes"):
+        # transformers would load the weights without it. The mapping has bitsandbytes by its number of bits.
+        raise ModelError(
+            f"{path}: quantization_config.quant_method is {method!r}, expected one that transformers knows"
+        )
     config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     return config
 
@@ -72,20 +82,13 @@ def refuse_code(path: Path, auto_map: Any, family: str | None) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-    named = auto_map if isinstance(auto_map, Mapping) else {"AutoTokenizer": auto_map}
     own = {"AutoConfig": CONFIG_MAPPING_NAMES, "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    for loader, found in named.items():
+    for loader, found in (auto_map if isinstance(auto_map, Mapping) else {"AutoTokenizer": auto_map}).items():
         for reference in found if isinstance(found, list) else [found]:
             name = str(reference).rpartition(".")[2]
-            if loader == "AutoTokenizer":
-                is_known = reference is None or tokenizer_class_from_name(name) is not None
+            if loader in own:
+                is_known = name.replace("_", "").lower() == str(own[loader].get(family or "")).replace("_", "").lower()
             else:
-                is_known = loader not in own or (
-                    family is not None and _letters(name) == _letters(str(own[loader].get(family)))
-                )
+                is_known = loader != "AutoTokenizer" or reference is None or bool(tokenizer_class_from_name(name))
             if not is_known:
                 raise ModelError(f"{path}: auto_map asks for code from the model, which is never run: {reference}")
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[\W_]", "", name).lower()

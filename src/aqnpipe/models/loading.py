@@ -76,7 +76,6 @@ def prepare_model(config: ModelConfig, output_dir: Path) -> PreparedModel:
 def _refuse_unusable_files(folder: Path, config: ModelConfig) -> None:
     """Raise ModelError, with the model's source, if no model or tokenizer can be made from a folder's files."""
     try:
-        _refuse_unknown_quantization(folder)
         create_model(folder, "meta", dtype=config.dtype, attention=config.attention)
         load_tokenizer(folder)
     except ModelError as error:
@@ -352,7 +351,6 @@ def _load_whole(folder: Path, dtype: Dtype, attention: Attention) -> "PreTrained
     from transformers import AutoModelForCausalLM
 
     refuse_damaged(folder)
-    _refuse_unknown_quantization(folder)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder),
@@ -374,19 +372,6 @@ def _load_whole(folder: Path, dtype: Dtype, attention: Attention) -> "PreTrained
                 f"model {str(folder)!r}: {problem.replace('_', ' ')} in its weights: {', '.join(names[:3])}"
             )
     return model
-
-
-def _refuse_unknown_quantization(folder: Path) -> None:
-    """Raise ModelError for a quantization that transformers does not know: it would load the weights without it."""
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-
-    quantization = read_model_config(folder).get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method is not None and method not in AUTO_QUANTIZER_MAPPING:
-        raise ModelError(
-            f"{folder / 'config.json'}: quantization_config.quant_method is {method!r}, expected one that transformers "
-            "knows"
-        )
 
 
 def _set_outputs(model: "PreTrainedModel", attention: Attention) -> None:
