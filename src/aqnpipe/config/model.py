@@ -150,8 +150,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
             raise ModelError(
                 f"{path}: {key} is {repr(config[key])[:80]}, expected a whole number from 1 to {_LARGEST_SIZE:,}"
             )
-    if found := next((key for key in _REFERENCES if config.get(key) is not None), None):
-        raise ModelError(f"{path}: {found} would load other files or code than named here, expected none")
+    if reference := next((key for key in _REFERENCES if config.get(key) is not None), None):
+        raise ModelError(f"{path}: {reference} would load other files or code than named here, expected none")
     for key, value in _settings("", config):
         # transformers fetches an implementation with another name from a hub, whatever the caller asks for.
         if key.endswith("_implementation") and value is not None and not _KERNEL.fullmatch(str(value)):

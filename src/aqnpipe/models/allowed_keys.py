@@ -59,7 +59,7 @@ def _taken(kind: "type[PreTrainedConfig]", content: Mapping[str, Any], prefix: s
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     settable = {name for name in dir(kind) if getattr(getattr(kind, name, None), "fset", None) is not None}
-    declared = settable | {field.name for field in fields(kind)} | {*kind.attribute_map}  # type: ignore[arg-type]
+    declared = settable | {field.name for field in fields(kind)} | {*kind.attribute_map}
     taken = {*dir(kind), *vars(PreTrainedConfig())} - declared - _INERT
     yield from (prefix + key for key in content if key in taken)
     for name, part in kind.sub_configs.items():
