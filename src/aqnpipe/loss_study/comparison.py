@@ -251,8 +251,8 @@ def _comparison(
 def _sample(estimate: Estimate, clusters: Clusters | None) -> list[Statement]:
     if clusters is None:
         return []
-    sizes = {"seeds": estimate.num_seeds, "questions": estimate.num_questions, "clusters": clusters.number}
-    return [statement("detail.sample_in_clusters", **sizes)]
+    seeds, questions = estimate.num_seeds, estimate.num_questions
+    return [statement("detail.sample_in_clusters", seeds=seeds, questions=questions, clusters=clusters.number)]
 
 
 def _verdict(
