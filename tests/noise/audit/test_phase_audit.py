@@ -324,10 +324,10 @@ def test_weights_that_are_not_quantized_as_requested_are_refused(make_model, mon
     noise = OperatorNoise(error=FakeQuantization(format="mxfp4"), phases=("rollout",))
     generate(model, noise).check()
     wrongs = {
-        "clean": lambda original, error, tensor, *others: tensor,
-        "scale": lambda original, error, tensor, *others: original(error, tensor, *others) * 1.01,
-        "call": lambda original, error, tensor, *others: original(
-            error.model_copy(update={"format": "nvfp4"}), tensor, *others
+        "clean": lambda original, error, tensor, *others, **kind: tensor,
+        "scale": lambda original, error, tensor, *others, **kind: original(error, tensor, *others, **kind) * 1.01,
+        "call": lambda original, error, tensor, *others, **kind: original(
+            error.model_copy(update={"format": "nvfp4"}), tensor, *others, **kind
         ),
     }
     replace(monkeypatch, quantized, "_rounded", wrongs[wrong])
