@@ -395,10 +395,10 @@ def test_editing_an_arm_outside_the_study_re_runs_nothing(copy_of):
 def test_editing_a_module_re_runs_the_stages_that_use_it(copy_of):
     copy_of = copy_of.cold()
     module = copy_of.folder / "src" / "aqnpipe" / "statistics" / "paired.py"
-    module.write_text(module.read_text() + "\n# edited\n")
+    module.write_text(module.read_text() + "\nEDITED = True\n")
     assert copy_of.planned() == {"compare": 1, "report": 1}
     module = copy_of.folder / "src" / "aqnpipe" / "machine" / "operators.py"
-    module.write_text(module.read_text() + "\n# edited\n")
+    module.write_text(module.read_text() + "\nEDITED = True\n")
     planned = copy_of.planned()
     assert (planned["train"], planned["evaluate"]) == (2, 5)
     assert "prepare_data" not in planned
