@@ -11,10 +11,10 @@ import copy
 import sys
 from pathlib import Path
 
-from aqnpipe.cli.front_door import open_study
 from smallest import parse
 
 from aqnpipe.cli.memory_estimate import declared_megabytes
+from aqnpipe.cli.study import open_study
 from aqnpipe.report.inputs import read_cost
 
 RULES = ("train", "evaluate", "srdd_diagnose", "loss_study", "measure_parity", "evaluate_on_machine")
