@@ -432,7 +432,7 @@ SABOTAGES = of_group(
             "the second half rolls out with clean weights",
             _first_half_of_the_rows(),
             # Its responses are none that the noised network has read.
-            cause=r"AQN|the network read other tokens .*than those in the responses",
+            cause=r"AQN|a step read .* tokens, expected one of every row",
         ),
         training("AQN rounded to bfloat16", "noised weights lose their digits", _norms(_rounded)),
         training("AQN restored in bfloat16", "clean weights lose their digits", _norms(_restored_rounded)),
