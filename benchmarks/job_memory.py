@@ -13,9 +13,9 @@ from pathlib import Path
 
 from smallest import parse
 
+from aqnpipe.artifacts.job_costs import read_cost
 from aqnpipe.cli.memory_estimate import declared_megabytes
 from aqnpipe.cli.study import open_study
-from aqnpipe.report.inputs import read_cost
 
 RULES = ("train", "evaluate", "srdd_diagnose", "loss_study", "measure_parity", "evaluate_on_machine")
 

@@ -11,9 +11,9 @@ import time
 import pytest
 from safetensors import SafetensorError
 
+from aqnpipe.artifacts.job_costs import read_cost
 from aqnpipe.cli.study_terminal import error_in_log
 from aqnpipe.errors import StorageError
-from aqnpipe.report.inputs import read_cost
 from aqnpipe.runtime import jobs
 from aqnpipe.runtime.jobs import costs_file, disk_errors, measured_costs
 

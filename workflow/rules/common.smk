@@ -26,7 +26,6 @@ from aqnpipe.config.base import rule_on
 from aqnpipe.config.study import shown_path
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DeviceError, ModelError
-from aqnpipe.report.closing import closing_lines
 from aqnpipe.runtime.device_allocation import computes_on_cpu
 from aqnpipe.runtime.job_records import JobRecords
 from aqnpipe.runtime.file_lock import remove_scratch
@@ -215,6 +214,9 @@ def _is_reported() -> bool:
 def name_report() -> None:
     """Print answer and verdicts of a finished study and name its report, behind what Snakemake prints after `onsuccess`."""
     if workflow.scheduler is not None and _is_reported():
+        # Imports torch and SciPy, and every start of Snakemake, of each job too, reads this file.
+        from aqnpipe.report.closing import closing_lines
+
         for line in closing_lines(Path(RESULTS), STUDY.config.report.language, STUDY.config.evaluation.noise_names()):
             say(line)
         say(f"report: {RESULTS}/report.html")

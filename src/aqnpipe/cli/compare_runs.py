@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from aqnpipe.comparison.training_runs import MetricDifference, RunComparison
 
 EXIT_DIFFERENT = 3
-_ACCEPTED = "2 %"
 
 
 def compare_runs(
@@ -101,7 +100,7 @@ def answer_of(found: "RunComparison") -> str:
         sizes = [f"{row.metric} {_percent(row.relative, '+')}" for row in found.metrics if row.relative is not None]
         return (
             "Not known whether seeds explain the difference: each side has one run, and one side needs two at least. "
-            f"Mean differences: {', '.join(sizes)} (a mean loss difference below {_ACCEPTED} is a usual acceptance)."
+            f"Mean differences: {', '.join(sizes)} (verl accepts an NPU whose mean loss differs by less than 2 %)."
         )
     widest = max((row for row in found.metrics if row.relative is not None), key=_reach, default=None)
     limit = "" if widest is None else f"; mean differences of up to {_percent(_reach(widest))} ({widest.metric}) remain"

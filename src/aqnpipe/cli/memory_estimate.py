@@ -11,12 +11,13 @@ from pathlib import Path
 
 from pydantic import Field
 
+from aqnpipe.artifacts.job_costs import read_cost
 from aqnpipe.cli.cost_estimate import BYTES, USUAL_PROMPT_TOKENS, uses_vllm_for_rollouts
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import TrainingConfig
-from aqnpipe.errors import ConfigError
+from aqnpipe.errors import ConfigError, DataError
 from aqnpipe.models.shapes import ModelShape, shape_of
 from aqnpipe.runtime.device_allocation import computes_on_cpu
 
@@ -230,11 +231,11 @@ def declared_megabytes(plan: StudyPlan, rule: str) -> int:
 
 def _recorded_megabytes(path: Path) -> float:
     """Return the peak memory in the file of a job's costs; 0 if the job was killed while it wrote the file."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     try:
-        return float(lines[1].split("\t")[1])
-    except (IndexError, ValueError):
+        cost = read_cost(path)
+    except DataError:
         return 0.0
+    return cost.peak_mb if cost else 0.0
 
 
 def _estimated_bytes(plan: StudyPlan, rule: str) -> float:

@@ -55,11 +55,15 @@ class MantissaTruncation(FrozenModel):
     mantissa_bits: int = Field(ge=0, le=22, description="number of explicit mantissa bits to keep; bfloat16 has 7")
 
 
+NumberFormat = Literal["mxfp4", "nvfp4", "fp8", "fp8_block"]
+"""Formats that operands of products can be rounded to."""
+
+
 class FakeQuantization(FrozenModel):
     """Operands of products with a weight rounded to a 4-bit or 8-bit format; straight-through gradients."""
 
     kind: Literal["fake_quantization"] = "fake_quantization"
-    format: Literal["mxfp4", "nvfp4", "fp8", "fp8_block"] = Field(
+    format: NumberFormat = Field(
         description="mxfp4: blocks of 32 with a power of two as scale; nvfp4: blocks of 16 with an E4M3 scale; fp8: "
         "E4M3 with a scale for the whole tensor; fp8_block: E4M3 with one for 128 x 128 weights and for 128 "
         "activations of a token"

@@ -1,6 +1,5 @@
 """Inputs of the report: the paths of all artifacts, and the content of those that exist, read and validated."""
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from aqnpipe.artifacts.comparisons import (
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable, evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, validate_tables
+from aqnpipe.artifacts.job_costs import Cost, read_cost
 from aqnpipe.artifacts.loss_studies import LossStudyFile
 from aqnpipe.artifacts.parities import ParityFile
 from aqnpipe.artifacts.problems import ProblemTable
@@ -31,28 +31,6 @@ from aqnpipe.config.plan import StudyPlan, sigmas_name
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Cost of one job: wall seconds, processor seconds and peak resident memory in MB."""
-
-    seconds: float
-    cpu_seconds: float
-    peak_mb: float
-
-
-def read_cost(path: Path) -> Cost | None:
-    """Read the file of `runtime.job_costs`; None if there is no file. DataError if malformed."""
-    if not path.exists():
-        return None
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    try:
-        return Cost(*(float(rows[-1][column]) for column in ("s", "cpu_time", "max_rss")))
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path}: expected columns s, cpu_time and max_rss with numbers") from error
-
 
 Content = TypeVar("Content")
 Json = TypeVar("Json", bound=BaseModel)

@@ -7,13 +7,14 @@ from typing import TypeVar
 import polars as pl
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
+from aqnpipe.artifacts.job_costs import Cost
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
 from aqnpipe.report import charts, diagnosis, faults, machines, published, receipts, tables, training
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.claims import MAX_CLAIMS_PER_LOOK, claim_text, look_table
-from aqnpipe.report.inputs import Cost, Diagnosis, Evaluated, ReportData, Run
+from aqnpipe.report.inputs import Diagnosis, Evaluated, ReportData, Run
 from aqnpipe.report.machines import MachineScale
 from aqnpipe.report.tables import Figure, PanelGroup, Part, RunLink, Section, Table, table_of
 from aqnpipe.report.training import growth_sentences, invariance_sentences, leap_sentences, leap_table, leaps

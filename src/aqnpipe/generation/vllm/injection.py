@@ -40,7 +40,7 @@ from aqnpipe.machine.norms import ATTENTION, SUM
 from aqnpipe.models.layout import layer_of
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.hooks import keep, on_input, on_output
-from aqnpipe.noise.injection.phase import phase_on
+from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.passes import PassRow
@@ -99,7 +99,7 @@ def engine_noise(
     """
     check_noise_is_supported(engine, noise)
     sites = EngineSites(engine, noise, hidden_sigmas or {})
-    with phase_on(sites, noise, noise.phase, key, recorder, faults=faults, hidden_sigmas=hidden_sigmas):
+    with phase_noise(sites, noise, noise.phase, key, recorder, faults=faults, hidden_sigmas=hidden_sigmas):
         yield sites.noised_shards
 
 

@@ -52,7 +52,7 @@ _MAY_ROUND = (MantissaTruncation, FakeQuantization, OwnError)
 
 @contextmanager
 def phase_noise(
-    model: nn.Module,
+    model: nn.Module | ModelSites,
     spec: NoiseSpec,
     phase: Phase,
     key: NoiseKey,
@@ -69,31 +69,14 @@ def phase_noise(
     body, whose gradients have noise too if "backward" is among the spec's phases. `hidden_sigmas`: AQN on hidden
     states, relative noise on the output of each decoder layer.
 
-    Everything is removed on exit, also after an exception. Raises ModelError if a phase is active already; ValueError
+    `model`: the sites of an engine's model may stand in its place. Everything is removed on exit, also after an
+    exception. Raises ModelError if a phase is active already; ValueError
     if `faults` are not those of the spec.
     """
-    with phase_on(
-        ModelSites(model), spec, phase, key, recorder, faults=faults, backward=backward, hidden_sigmas=hidden_sigmas
-    ):
-        yield
-
-
-@contextmanager
-def phase_on(
-    sites: ModelSites,
-    spec: NoiseSpec,
-    phase: Phase,
-    key: NoiseKey,
-    recorder: ReceiptRecorder,
-    *,
-    faults: ActiveFaults | None = None,
-    backward: bool = False,
-    hidden_sigmas: Mapping[int, float] | None = None,
-) -> Iterator[None]:
-    """Like `phase_noise`, on the sites of any model."""
     faults = ActiveFaults.of(spec.faults) if faults is None else faults
     if tuple(active.fault for active in faults) != spec.faults:
         raise ValueError(f"active faults {[active.fault for active in faults]} are not those of the spec {spec.faults}")
+    sites = model if isinstance(model, ModelSites) else ModelSites(model)
     running = _RunningPhase(
         sites, spec, phase, key, recorder, faults, backward=backward, hidden_sigmas=hidden_sigmas or {}
     )

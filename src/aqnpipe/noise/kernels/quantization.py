@@ -10,15 +10,14 @@ layer contracts, shares one scale; FP8 has one for the whole tensor, or for bloc
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from aqnpipe.config.noise import NumberFormat
 from aqnpipe.errors import ConfigError, ModelError
-
-NumberFormat = Literal["mxfp4", "nvfp4", "fp8", "fp8_block"]
 
 MANTISSA_BITS: dict[torch.dtype, int] = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 """Explicit mantissa bits of the formats that can be truncated."""
