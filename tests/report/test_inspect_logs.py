@@ -9,11 +9,12 @@ from made_up import evaluation_pass
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import write_table
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.errors import DataError
 from aqnpipe.report.inspect_logs import write_inspect_logs
-from aqnpipe.report.responses import Responses
 
 NUM_QUESTIONS = 20
+SETTINGS = EvaluationConfig(max_response_tokens=24, batch_size=8)
 HOSTILE = "<script>alert(1)</script> \x00 é"
 
 
@@ -37,7 +38,7 @@ def results(tmp_path_factory):
 @pytest.fixture(scope="module")
 def logs(results, tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
-    assert write_inspect_logs(Responses(results), "small", folder) == 4
+    assert write_inspect_logs(results, "small", SETTINGS, folder) == 4
     return folder
 
 
@@ -73,7 +74,7 @@ def test_every_response_has_its_sample_with_scores(results, logs):
 
 def test_writing_again_leaves_the_same_files(results, logs):
     before = {path.name: path.read_bytes() for path in logs.iterdir()}
-    write_inspect_logs(Responses(results), "small", logs)
+    write_inspect_logs(results, "small", SETTINGS, logs)
     assert {path.name: path.read_bytes() for path in logs.iterdir()} == before
 
 
@@ -82,7 +83,7 @@ def test_a_damaged_evaluation_is_one_line(results, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_bytes(b"damaged")
     with pytest.raises(DataError, match=r"step1\.parquet"):
-        write_inspect_logs(Responses(tmp_path), "small", tmp_path / "logs")
+        write_inspect_logs(tmp_path, "small", SETTINGS, tmp_path / "logs")
 
 
 def test_inspect_reads_them(results, logs):
@@ -97,3 +98,20 @@ def test_inspect_reads_them(results, logs):
     texts = {row["response"] for row in rows.iter_rows(named=True)}
     assert {sample.output.completion for sample in read.samples} == texts
     assert {sample.messages[1].text for sample in read.samples} == texts
+
+
+def test_the_study_s_scorer_is_first_and_names_of_noises_are_its_own(results, tmp_path):
+    (tmp_path / "eval").symlink_to(results / "eval")
+    noises = {"fp4": "w4a16_mxfp4"}
+    settings = EvaluationConfig(
+        max_response_tokens=24, batch_size=8, noises=noises, noise_levels=(0.0,), primary_scorer="last_number"
+    )
+    assert write_inspect_logs(tmp_path, "small", settings, tmp_path / "logs") == 4
+    log = by_task(tmp_path / "logs")["small, noise 0", "base/plain/seed3/step8"]
+    assert [score["name"] for score in log["results"]["scores"]][:2] == ["last_number", "strict"]
+    assert log["samples"][0]["input"] == log["samples"][0]["id"], "the questions are not there"
+
+
+def test_without_evaluations_it_is_one_line(tmp_path):
+    with pytest.raises(DataError, match="found no evaluations in eval/, expected the results folder of a study"):
+        write_inspect_logs(tmp_path, "small", SETTINGS, tmp_path / "logs")

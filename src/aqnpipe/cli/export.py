@@ -37,7 +37,6 @@ def export(
     from aqnpipe.report.inputs import inputs_of, read_inputs
     from aqnpipe.report.inspect_logs import write_inspect_logs
     from aqnpipe.report.paper import FigureFormat, TableFormat, export_paper
-    from aqnpipe.report.responses import Responses
     from aqnpipe.report.words import load_words
 
     for option in ("figures", "tables"):
@@ -49,7 +48,8 @@ def export(
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output {folder}: found a file, expected a folder")
     if inspect:
-        number = write_inspect_logs(Responses(Path(plan.results)), plan.study.config.study, folder)
+        config = plan.study.config
+        number = write_inspect_logs(Path(plan.results), config.study, config.evaluation, folder)
         typer.echo(f"export: {number} logs in {folder}; show them with: inspect view --log-dir {folder}")
         return
     inputs = inputs_of(plan)

@@ -14,27 +14,35 @@ from typing import Any
 
 import polars as pl
 
-from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.evaluations import EvaluationTable, last_evaluations
 from aqnpipe.artifacts.files import read_table, write_text
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import short_digest
-from aqnpipe.report.responses import Responses
+from aqnpipe.config.evaluation import EvaluationConfig, scorer_column
+from aqnpipe.errors import DataError
 
+_CORRECT = "correct_"
 _STOPS = {"stop": "stop", "length": "max_tokens"}
 
 
-def write_inspect_logs(responses: Responses, study: str, folder: Path) -> int:
+def write_inspect_logs(results: Path, study: str, settings: EvaluationConfig, folder: Path) -> int:
     """Write a log per noise level of the last checkpoint of every run into `folder`; return their number.
 
-    study: its name. Raises DataError for a damaged evaluation.
+    results, study, settings: those of the study, and its name. Raises DataError for a damaged evaluation, or none.
     """
-    questions = {row["question_id"]: row for row in responses.questions.iter_rows(named=True)}
-    names, number = responses.noise_names(), 0
-    for one in responses.checkpoints:
+    checkpoints, path = last_evaluations(results), results / "data" / "test.parquet"
+    if not checkpoints:
+        raise DataError(f"{results}: found no evaluations in eval/, expected the results folder of a study")
+    asked = read_table(path, ProblemTable).iter_rows(named=True) if path.exists() else ()
+    questions = {row["question_id"]: row for row in asked}
+    names, primary, number = settings.noise_names(), scorer_column(settings.primary_scorer), 0
+    for one in checkpoints:
         model, made = f"{one.model}/{one.arm}/seed{one.seed}/step{one.step}", one.table.stat().st_mtime
         table = read_table(one.table, EvaluationTable).sort("noise_level", "noise_seed", "sample", "question_id")
         # The viewer shows the first score in its list: that of the study.
-        columns = sorted(responses.scorers, key=lambda scorer: scorer != responses.primary_scorer)
-        scorers = {scorer: responses.name_of(scorer) for scorer in columns}
+        graded = [name.removeprefix(_CORRECT) for name in table.columns if name.startswith(_CORRECT)]
+        columns = sorted(graded, key=lambda scorer: scorer != primary)
+        scorers = {scorer: settings.primary_scorer if scorer == primary else scorer for scorer in columns}
         for (level,), rows in table.group_by("noise_level", maintain_order=True):
             task = f"{study}, {names.get(level) or f'noise {level:g}'}"
             identity, time = short_digest((task, model), 8), datetime.fromtimestamp(made, UTC)
