@@ -20,7 +20,7 @@ def means_of(last: pl.DataFrame) -> Means:
 
 
 def published_accuracies(check: PublishedCheck, means: Means, words: Words) -> Table:
-    """Return every published accuracy, whether it is possible, and what this study measured for the same arm."""
+    """Return every published accuracy, whether it is possible, and what a study measured for the same arm."""
     rows = (
         vars(accuracy)
         | {
@@ -30,9 +30,9 @@ def published_accuracies(check: PublishedCheck, means: Means, words: Words) -> T
         }
         for accuracy in check.accuracies
     )
+    measured = "measured_here:points" if means else ""
     columns = (
-        "figure=label published=printed questions=num_questions:count interval=ci:spans_points "
-        "measured_here:points possible"
+        f"figure=label published=printed questions=num_questions:count interval=ci:spans_points {measured} possible"
     )
     return table_of("published-accuracies", words("published.accuracies"), rows, columns, words)
 
@@ -107,6 +107,14 @@ def published_losses(check: PublishedCheck, words: Words) -> Table:
     )
     columns = "figure=label loss=mean:.4f loss_std=std:.4f runs=num_runs uniform against_uniform"
     return table_of("published-losses", words("published.losses"), rows, columns, words)
+
+
+def published_detectable(check: PublishedCheck, words: Words) -> Table:
+    """Return the smallest detectable differences at the given sample sizes, and where others stated different ones."""
+    rows = (vars(size) | {"remark": words.all_of(size.deviations)} for size in check.detectable)
+    columns = "questions=num_questions:count discordant=discordant_fraction:points asymptotic:points_2 remark"
+    caption = words("published.detectable", power=check.power)
+    return table_of("published-detectable", caption, rows, columns, words)
 
 
 def side_by_side(check: PublishedCheck, last: pl.DataFrame) -> pl.DataFrame:
