@@ -2,8 +2,9 @@
 
 import polars as pl
 import pytest
+from made_up import row_digests
 
-from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digests
+from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts
 
 ROWS = pl.DataFrame(
     {
