@@ -6,8 +6,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from aqnpipe.cli.export import _formats
 from aqnpipe.cli.main import app
+from aqnpipe.cli.results import _formats
 from aqnpipe.errors import AqnpipeError, ConfigError
 
 CONFIG = Path(__file__).parents[2] / "config"

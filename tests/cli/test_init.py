@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from aqnpipe.cli.init import make_study_folder
+from aqnpipe.cli.run import make_study_folder
 from aqnpipe.cli.study import open_study
 from aqnpipe.errors import StorageError
 
@@ -41,7 +41,7 @@ def test_a_folder_that_could_not_be_filled_is_not_left_behind(tmp_path, monkeypa
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("aqnpipe.cli.init.shutil.copytree", full_disk)
+    monkeypatch.setattr("aqnpipe.cli.run.shutil.copytree", full_disk)
     with pytest.raises(StorageError, match="No space left on device"):
         make_study_folder(tmp_path / "new")
     assert not list(tmp_path.iterdir())

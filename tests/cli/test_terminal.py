@@ -1,6 +1,6 @@
 import pytest
 
-from aqnpipe.cli.terminal import aligned, refuse_level
+from aqnpipe.cli.options import aligned, refuse_level
 from aqnpipe.errors import ConfigError
 
 

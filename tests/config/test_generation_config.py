@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from aqnpipe.config.generation import why_not_shared
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
-from aqnpipe.config.vllm_support import why_not_shared
 from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

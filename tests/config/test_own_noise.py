@@ -7,12 +7,12 @@ import yaml
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.evaluation import EvaluationConfig
+from aqnpipe.config.generation import why_vllm_cannot_roll_out
 from aqnpipe.config.noise import AdaptiveNoise, ModuleNoise, OperatorNoise
 from aqnpipe.config.own_code import source_digest
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study_file, read_arms
-from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.config.yaml_file import validated
 from aqnpipe.errors import ConfigError
 

@@ -4,9 +4,9 @@ import pytest
 import synthetic_study as synthetic
 from pydantic import ValidationError
 
+from aqnpipe.config.analysis import AdaptiveSeeds, Seeds
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan, plan_of
-from aqnpipe.config.seeds import AdaptiveSeeds, Seeds
 from aqnpipe.config.yaml_file import validated
 from aqnpipe.errors import ConfigError
 

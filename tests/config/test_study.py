@@ -9,8 +9,7 @@ import yaml
 
 from aqnpipe.config.arm import ArmsFile
 from aqnpipe.config.model import ModelConfig, source_kind
-from aqnpipe.config.schema import study_schema
-from aqnpipe.config.study import load_study, load_study_file, load_study_files
+from aqnpipe.config.study import load_study, load_study_file, load_study_files, study_schema
 from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +58,7 @@ def test_configuration_is_importable_without_torch():
     import subprocess
     import sys
 
-    modules = "aqnpipe.config.plan, aqnpipe.config.schema, aqnpipe.artifacts.provenance"
+    modules = "aqnpipe.config.plan, aqnpipe.config.study, aqnpipe.artifacts.provenance"
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from aqnpipe.config.schema import study_schema
+from aqnpipe.config.study import study_schema
 from aqnpipe.report.words import catalogue
 
 ROOT = Path(__file__).parents[2]

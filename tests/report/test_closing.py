@@ -2,7 +2,7 @@
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.report.closing import closing_lines
+from aqnpipe.report.summary import closing_lines
 from aqnpipe.report.words import load_words
 
 

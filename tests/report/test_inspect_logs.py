@@ -11,7 +11,7 @@ from aqnpipe.artifacts.files import write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.errors import DataError
-from aqnpipe.report.inspect_logs import write_inspect_logs
+from aqnpipe.report.export import write_inspect_logs
 
 NUM_QUESTIONS = 20
 SETTINGS = EvaluationConfig(max_response_tokens=24, batch_size=8)

@@ -15,8 +15,8 @@ from made_up_parities import operator, parity
 from aqnpipe.artifacts.comparisons import ClaimsFile, MachineDifferenceTable
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.report import claims
+from aqnpipe.report.export import claims_panel, export_paper
 from aqnpipe.report.inputs import MeasuredMachine, ParityInput, read_inputs
-from aqnpipe.report.paper import claims_panel, export_paper
 from aqnpipe.report.words import load_words
 
 
@@ -173,7 +173,7 @@ def test_chinese_titles_do_not_overwrite_each_other(built, tmp_path):
 
 
 def test_a_cell_that_a_spreadsheet_would_run_is_inert():
-    from aqnpipe.report.paper import _inert
+    from aqnpipe.report.export import _inert
 
     assert _inert("=1+1") == "'=1+1"
     assert _inert("@SUM(A1)") == "'@SUM(A1)"

@@ -9,8 +9,8 @@ from aqnpipe.artifacts.base import statement
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.published import CheckedAccuracy, CheckedClaim, CheckedLoss, CheckedSeries, PublishedCheck
 from aqnpipe.config.plan import StudyPlan
+from aqnpipe.report.export import export_paper
 from aqnpipe.report.inputs import inputs_of, read_inputs
-from aqnpipe.report.paper import export_paper
 from aqnpipe.report.published import side_by_side
 from aqnpipe.report.words import load_words
 

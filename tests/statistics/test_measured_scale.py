@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from aqnpipe.statistics.measured_scale import scale_standard_error
+from aqnpipe.statistics.continuous import scale_standard_error
 
 
 def test_a_value_by_hand():

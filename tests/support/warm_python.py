@@ -23,10 +23,10 @@ PLANNING = (
     "smart_open",
     "aqnpipe.artifacts.provenance",
     "aqnpipe.cli.check",
-    "aqnpipe.cli.report",
+    "aqnpipe.cli.results",
     "aqnpipe.comparison.look_states",
     "aqnpipe.config.plan",
-    "aqnpipe.report.closing",
+    "aqnpipe.report.summary",
 )
 """What Snakemake imports before it starts a job."""
 

@@ -26,7 +26,7 @@ from aqnpipe.artifacts.diagnoses import SigmaFile
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, read_yaml
 from aqnpipe.artifacts.runs import TrainingMetrics
-from aqnpipe.cli.report import report_on_existing_results
+from aqnpipe.cli.results import report_on_existing_results
 from aqnpipe.cli.study import open_study
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 from aqnpipe.noise.receipts.receipt import Receipt

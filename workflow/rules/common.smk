@@ -18,7 +18,7 @@ from aqnpipe.artifacts.retention import why_weights_are_gone
 from aqnpipe.cli.check import announcement
 from aqnpipe.cli.job_devices import device_problem, shards_problem, shards_without_devices, workers_problem
 from aqnpipe.cli.memory_estimate import declared_megabytes
-from aqnpipe.cli.report import PARTIAL
+from aqnpipe.cli.results import PARTIAL
 from aqnpipe.cli.study import open_study
 from aqnpipe.comparison.look_states import progress, register_design, registered_design
 from aqnpipe.config.analysis import PRETRAINED
@@ -215,7 +215,7 @@ def name_report() -> None:
     """Print answer and verdicts of a finished study and name its report, behind what Snakemake prints after `onsuccess`."""
     if workflow.scheduler is not None and _is_reported():
         # Imports torch and SciPy, and every start of Snakemake, of each job too, reads this file.
-        from aqnpipe.report.closing import closing_lines
+        from aqnpipe.report.summary import closing_lines
 
         for line in closing_lines(Path(RESULTS), STUDY.config.report.language, STUDY.config.evaluation.noise_names()):
             say(line)

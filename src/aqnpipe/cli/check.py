@@ -19,9 +19,9 @@ from aqnpipe.cli.cost_estimate import (
 from aqnpipe.cli.job_devices import device_problem, shards_problem
 from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory, training_memory
 from aqnpipe.cli.study import open_study
+from aqnpipe.config.analysis import AdaptiveSeeds
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.seeds import AdaptiveSeeds
 from aqnpipe.config.training import Keep
 from aqnpipe.errors import ConfigError
 

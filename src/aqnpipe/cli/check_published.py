@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aqnpipe.cli.terminal import table_of
+from aqnpipe.cli.options import table_of
 
 if TYPE_CHECKING:
     from aqnpipe.artifacts.published import PublishedCheck

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aqnpipe.cli.options import aligned, check_writable
 from aqnpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ def compare_runs(
     Exit code 0: no difference beyond that between seeds; 3: a difference beyond it; 2: the runs cannot be compared.
     """
     from aqnpipe.artifacts.files import write_json
-    from aqnpipe.cli.options import check_writable
     from aqnpipe.comparison import training_runs
 
     if not 0 < alpha < 1:
@@ -49,7 +49,6 @@ def compare_runs(
 
 def text_of(found: "RunComparison") -> list[str]:
     """Return the lines that the command prints; the last one answers."""
-    from aqnpipe.cli.terminal import aligned
 
     runs = " and ".join(f"{number} run{'s' if number > 1 else ''}" for number in found.runs)
     head = f"{found.first} and {found.second}: {runs}{', paired by name' if found.paired else ''}; "

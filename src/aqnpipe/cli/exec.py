@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from aqnpipe.cli.terminal import refuse_level
+from aqnpipe.cli.options import refuse_level
 from aqnpipe.config.base import describe_validation_error, key_values
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.own_code import located

@@ -17,21 +17,16 @@ with interrupts_end_at_once():
     from aqnpipe.cli.diagnose.command import diagnose
     from aqnpipe.cli.doctor.command import doctor
     from aqnpipe.cli.exec import execute
-    from aqnpipe.cli.export import export
-    from aqnpipe.cli.init import init
     from aqnpipe.cli.measure_noise import measure_noise
-    from aqnpipe.cli.parity.capture import capture
-    from aqnpipe.cli.parity.command import parity
+    from aqnpipe.cli.parity.command import capture, parity
     from aqnpipe.cli.plan import plan
-    from aqnpipe.cli.report import report
+    from aqnpipe.cli.results import export, report, verify
     from aqnpipe.cli.robustness.command import robustness
-    from aqnpipe.cli.run import run
+    from aqnpipe.cli.run import init, run
     from aqnpipe.cli.score import score
-    from aqnpipe.cli.sensitivity import sensitivity
-    from aqnpipe.cli.sigmas import sigmas
-    from aqnpipe.cli.verify import verify
+    from aqnpipe.cli.sensitivity import sensitivity, sigmas
     from aqnpipe.config.base import describe_validation_error
-    from aqnpipe.config.schema import study_schema
+    from aqnpipe.config.study import study_schema
     from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, printable
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -16,7 +16,7 @@ from aqnpipe.config.noise import FakeQuantization, OperatorNoise
 from aqnpipe.config.study import read_arms
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.errors import ConfigError, ReceiptError
-from aqnpipe.statistics.measured_scale import scale_standard_error
+from aqnpipe.statistics.continuous import scale_standard_error
 
 if TYPE_CHECKING:
     from rich.table import Table

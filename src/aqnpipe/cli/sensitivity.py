@@ -1,27 +1,32 @@
-"""`aqnpipe sensitivity`: which layers of a model are fragile, measured with noise in one layer at a time."""
+"""`aqnpipe sensitivity`: which layers are fragile; `aqnpipe sigmas`: a sigma per layer from a stored diagnosis."""
 
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
+from pydantic import ValidationError
 
 from aqnpipe.cli.options import (
     GENERATED,
     NAMES,
     ModelSource,
     check_writable,
+    console_of,
     dataset_of,
     find_model,
     load,
+    refuse_level,
+    table_of,
     usable_device,
 )
-from aqnpipe.cli.terminal import refuse_level
-from aqnpipe.config.base import MOST_THREADS
+from aqnpipe.config.base import MOST_THREADS, describe_validation_error
 from aqnpipe.config.dataset import PromptFormat
+from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaRule, SigmaStrategy
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import Attention, Dtype
-from aqnpipe.errors import DataError, ModelError
+from aqnpipe.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +63,6 @@ def sensitivity(
     from aqnpipe.artifacts.diagnoses import SensitivityFile
     from aqnpipe.artifacts.files import write_json
     from aqnpipe.artifacts.hardware import read_hardware
-    from aqnpipe.cli.terminal import console_of
     from aqnpipe.diagnosis import sensitivity as measurement
     from aqnpipe.diagnosis.api import device_label
     from aqnpipe.models.loading import load_tokenizer
@@ -133,7 +137,6 @@ def _lines(path: Path) -> list[str]:
 
 
 def _show(file: "SensitivityFile") -> None:
-    from aqnpipe.cli.terminal import console_of
 
     console = console_of(stderr=False)
     console.print(_verdict(file), soft_wrap=True)
@@ -159,7 +162,6 @@ def _verdict(file: "SensitivityFile") -> str:
 
 
 def _table(file: "SensitivityFile") -> "Table":
-    from aqnpipe.cli.terminal import table_of
 
     names = ["estimate", "loss", "± s.e."] + (["accuracy", "± s.e."] if file.accuracy is not None else [])
     table = table_of("", ["layer"], names)
@@ -173,3 +175,65 @@ def _table(file: "SensitivityFile") -> "Table":
 
 def _error(value: float | None, factor: int, digits: int) -> str:
     return "" if value is None else f"{factor * value:.{digits}f}"
+
+
+def sigmas(
+    diagnosis: Annotated[Path, typer.Argument(help="file written by `aqnpipe diagnose --json`")],
+    strategy: Annotated[
+        SigmaStrategy, typer.Option(help="strategy that derives sigmas from the diagnosis")
+    ] = "published",
+    sensitivity: Annotated[
+        Path | None,
+        typer.Option(help="file written by `aqnpipe sensitivity --json`, for strategies that need the sensitivity"),
+    ] = None,
+    parity: Annotated[
+        Path | None,
+        typer.Option(help="file written by `aqnpipe parity --json`, for strategies that need the measured error"),
+    ] = None,
+    base_sigma: Annotated[float, typer.Option(help="sigma of a layer to which no rule applies")] = 0.05,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="write to this file instead of standard output")
+    ] = None,
+) -> None:
+    """Derive one AQN sigma per layer, with reasons, from a diagnosis; print it as YAML."""
+    import polars as pl
+
+    from aqnpipe.artifacts.diagnoses import SENSITIVITY_SCALE, DiagnosisFile, SensitivityFile, Verdict
+    from aqnpipe.artifacts.files import read_json, write_yaml
+    from aqnpipe.artifacts.measured_errors import measured_layer_errors
+    from aqnpipe.diagnosis.sigmas import layer_sigmas
+
+    if parity is not None and strategy != NEEDS_PARITY:
+        raise ConfigError(
+            f"--parity: found beside --strategy {strategy}, which does not use it; expected --strategy {NEEDS_PARITY}"
+        )
+    file = read_json(diagnosis, DiagnosisFile)
+    rows = [layer.scans for layer in file.layers if layer.scans is not None]
+    if len(rows) < len(file.layers) or not rows:
+        raise DataError(f"{diagnosis}: no scan metrics found, expected a diagnosis with --method all or statistical")
+    try:
+        rule = SigmaRule(base_sigma=base_sigma)
+    except ValidationError as error:
+        raise ConfigError(f"--base-sigma: {describe_validation_error(error)}") from error
+    table = pl.DataFrame(rows)
+    if sensitivity is not None:
+        measured = read_json(sensitivity, SensitivityFile)
+        # An estimate grows with the square of the noise; strategies take that of the usual scale.
+        factor = (SENSITIVITY_SCALE / measured.scale) ** 2
+        estimates = [part.estimate * factor for part in measured.layers if part.layer is not None]
+        if len(estimates) != table.height:
+            raise DataError(f"{sensitivity}: found {len(estimates)} layers, expected {table.height} as in {diagnosis}")
+        table = table.with_columns(pl.Series("sensitivity", estimates))
+    verdict = Verdict.model_validate(file.model_dump(include=set(Verdict.model_fields)))
+    if parity is not None and file.weights_sha256 is None:
+        raise DataError(
+            f"{diagnosis}: no weights_sha256, so its model cannot be compared with that of {parity}; expected a "
+            "diagnosis of a model in files, by this version of `aqnpipe diagnose`"
+        )
+    errors = None if parity is None else measured_layer_errors(parity, file.weights_sha256)
+    known: dict[str, int | float | str] = {"model": file.model, "device": file.device}
+    result = layer_sigmas(table, verdict, rule, strategy, errors=errors, metadata=known)
+    if output is None:
+        typer.echo(yaml.safe_dump(result.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
+    else:
+        write_yaml(output, result)

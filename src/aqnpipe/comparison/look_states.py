@@ -9,9 +9,8 @@ from aqnpipe.artifacts.comparisons import LookDesign, LookFile
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.provenance import sha256_of_file, sha256_of_json
 from aqnpipe.comparison.identity import comparison_ids
-from aqnpipe.config.analysis import PRETRAINED, Comparison
+from aqnpipe.config.analysis import PRETRAINED, AdaptiveSeeds, Comparison
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.seeds import AdaptiveSeeds
 from aqnpipe.config.study import Study
 from aqnpipe.errors import ConfigError, DataError
 

@@ -11,19 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aqnpipe.config.analysis import PRETRAINED
+from aqnpipe.config.analysis import PRETRAINED, seed_numbers
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import LARGEST_TRAINING_SEED
 from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.diagnosis import NEEDS_PARITY
 from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
+from aqnpipe.config.generation import kinds_without_vllm, why_not_shared, why_vllm_cannot_roll_out
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import ModelConfig, known_config, num_layers_of, source_kind
 from aqnpipe.config.noise import FakeQuantization
-from aqnpipe.config.seeds import seed_numbers
 from aqnpipe.config.validation_messages import unknown
-from aqnpipe.config.vllm_support import kinds_without_vllm, why_not_shared, why_vllm_cannot_roll_out
 from aqnpipe.errors import ModelError
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from pydantic import Field, ValidationError, model_validator
 from aqnpipe.config.base import FrozenModel, Identifier, Seed, Threads, describe_validation_error, replaced
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.evaluation_noise import NamedNoise, level_noise, numbered_levels, repeated_noise, settings_of
+from aqnpipe.config.generation import kinds_without_vllm
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
 from aqnpipe.config.own_code import OwnFunction, planned_digest
 from aqnpipe.config.own_noise import OwnError
-from aqnpipe.config.vllm_support import kinds_without_vllm
 from aqnpipe.errors import ConfigError
 
 Scorer = Literal[

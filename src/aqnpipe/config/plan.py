@@ -12,7 +12,7 @@ from aqnpipe.config.dataset import LocalDataset, Split
 from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
-from aqnpipe.config.generation import GenerationConfig
+from aqnpipe.config.generation import GenerationConfig, why_vllm_cannot_roll_out
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import builtin_folder, source_kind
@@ -20,7 +20,6 @@ from aqnpipe.config.noise import Fault, OperatorNoise
 from aqnpipe.config.run import EvaluationSpec, LossStudySpec, ParitySpec, TrainingSpec
 from aqnpipe.config.study import CHECKPOINTS, Study
 from aqnpipe.config.training import Reward, TrainingConfig
-from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ConfigError
 

@@ -1,14 +1,23 @@
-"""A study: the configuration of one workflow, validated as a whole before any job starts."""
+"""A study: the configuration of one workflow, validated as a whole before any job starts; and its JSON schema."""
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
-from aqnpipe.config.analysis import PRETRAINED, Comparison, ReportConfig, StatisticsConfig
+from aqnpipe.config.analysis import (
+    PRETRAINED,
+    AdaptiveSeeds,
+    Comparison,
+    ReportConfig,
+    Seeds,
+    StatisticsConfig,
+    seed_numbers,
+)
 from aqnpipe.config.arm import Arm, ArmsFile
 from aqnpipe.config.base import FrozenModel, Identifier
 from aqnpipe.config.cross_references import cross_reference_problems
@@ -22,7 +31,6 @@ from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
 from aqnpipe.config.noise import LayerSigmas, Machine
 from aqnpipe.config.own_code import located
-from aqnpipe.config.seeds import AdaptiveSeeds, Seeds, seed_numbers
 from aqnpipe.config.training import Keep, TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
 from aqnpipe.config.yaml_file import read_yaml_file, typed_scalars, validated
@@ -438,3 +446,11 @@ def _extended(base: Any, addition: Any) -> Any:
     if not isinstance(base, Mapping) or not isinstance(addition, Mapping):
         return addition
     return {**base, **{key: _extended(base.get(key), value) for key, value in addition.items()}}
+
+
+def study_schema() -> str:
+    """Return the schema as indented JSON, exactly the content of config/schema.json."""
+    adapter: TypeAdapter[Any] = TypeAdapter(StudyConfig | CheckpointStudyConfig)
+    schema = adapter.json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    return json.dumps(schema, indent=2, sort_keys=True) + "\n"

@@ -24,7 +24,7 @@ from aqnpipe.report import numbers, tables
 from aqnpipe.report.inputs import Evaluated, ReportData, Run
 from aqnpipe.report.tables import Part, RunLink, Table, table_of
 from aqnpipe.report.words import Words
-from aqnpipe.statistics.measured_scale import scale_standard_error
+from aqnpipe.statistics.continuous import scale_standard_error
 
 _SCALED_KINDS = frozenset(kind.model_fields["kind"].default for kind in (*get_args(ScaledError), MeasuredError))
 """Error models whose measured size should equal the requested one; the others round, within a bound."""

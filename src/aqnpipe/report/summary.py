@@ -1,19 +1,32 @@
-"""A short summary of the study in Markdown, for a pull request, and README.md of its results."""
+"""The summary of a study in Markdown, README.md of its results, and the lines on the terminal when it is finished."""
 
 import re
-from collections.abc import Sequence, Set
+import unicodedata
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 
 import polars as pl
 
+from aqnpipe.artifacts.comparisons import ClaimsFile, ComparisonTable
+from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.config.analysis import PRETRAINED, ClaimRole
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
-from aqnpipe.report.claims import ClaimsOverview, answer_text, left_out_claims, look_table, shown_groups, summary_line
+from aqnpipe.report.claims import (
+    VERDICT_SYMBOLS,
+    ClaimsOverview,
+    answer_text,
+    claim_text,
+    left_out_claims,
+    look_table,
+    shown_groups,
+    summary_line,
+)
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.machines import MachineScale
 from aqnpipe.report.receipts import SHORT_DIGEST
 from aqnpipe.report.tables import arm_table, mean_accuracy
-from aqnpipe.report.words import Words, visible
+from aqnpipe.report.words import Language, Words, load_words, visible
 
 MAX_ROWS = 100
 """Rows of a table; a description of a pull request holds 65,536 characters."""
@@ -199,3 +212,45 @@ def readme(study: Study, words: Words) -> str:
             f"\n{words('readme.note')}\n",
         ]
     )
+
+
+MAX_CLAIMS = 20
+"""Verdicts shown; the decided ones come first, and the others are counted."""
+
+
+def closing_lines(results: Path, language: Language, noises: Mapping[float, str]) -> list[str]:
+    """Return the lines for the terminal; none without claims. Raises DataError if the claims are damaged.
+
+    `noises`: names of the study's named noises by level.
+    """
+    path = results / "claims.json"
+    if not path.is_file():
+        return []
+    claims, words = read_json(path, ClaimsFile), load_words(language, noises)
+    answer = answer_text(claims, words)
+    return [
+        summary_line((claim.verdict for claim in claims.claims), words),
+        *_verdict_lines(claims, results, words),
+        *([] if answer is None else [visible(answer)]),
+    ]
+
+
+def _verdict_lines(claims: ClaimsFile, results: Path, words: Words) -> list[str]:
+    table = read_table(results / "comparisons.parquet", ComparisonTable)
+    rows = {row["comparison_id"]: row for row in table.iter_rows(named=True)}
+    ordered = sorted(claims.claims, key=lambda claim: claim.verdict == "not_shown")
+    width = max((_width(words(f"verdict.{verdict}")) for verdict in VERDICT_SYMBOLS), default=0)
+    lines = []
+    for claim in ordered[:MAX_CLAIMS]:
+        row, verdict = rows.get(claim.comparison_id, {}), words(f"verdict.{claim.verdict}")
+        interval = words.span(row.get("ci_low"), row.get("ci_high"), numbers.points)
+        padding = " " * (width - _width(verdict))
+        amount = f"{numbers.points(row.get('difference')):>6} ({interval})"
+        lines.append(f"  {verdict}{padding}  {amount:<24}  {visible(claim_text(claim, words))}")
+    left = len(ordered) - MAX_CLAIMS
+    return lines + ([f"  {words('more', count=left)}"] if left > 0 else [])
+
+
+def _width(text: str) -> int:
+    """Return the columns that `text` takes on a terminal: Chinese characters take two."""
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)

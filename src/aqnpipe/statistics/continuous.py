@@ -1,4 +1,4 @@
-"""Numeric outcomes, such as a loss per seed: paired and Welch t-tests with their degrees of freedom."""
+"""Numeric outcomes, such as a loss per seed: paired and Welch t-tests; and how exactly a scale is measured."""
 
 import math
 from dataclasses import dataclass
@@ -98,3 +98,10 @@ def implied_correlation(treatment: Summary, control: Summary, p_value: float) ->
     error = abs(treatment.mean - control.mean) / float(stats.t.isf(p_value / 2, treatment.num - 1))
     correlation = (first**2 + second**2 - treatment.num * error**2) / (2 * first * second)
     return correlation if abs(correlation) <= 1 else None
+
+
+def scale_standard_error(num_elements: int) -> float:
+    """Return the standard error of a measured scale as a fraction of it, for independent Gaussian errors."""
+    # The mean square of n errors of known mean 0 has variance 2 sigma^4 / n, so its root has sigma / sqrt(2 n): Ahn and
+    # Fessler 2003, "Standard Errors of Mean, Variance, and Standard Deviation Estimators".
+    return float((2 * num_elements) ** -0.5)

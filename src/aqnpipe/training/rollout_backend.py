@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from aqnpipe.config.generation import why_vllm_cannot_roll_out
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.config.vllm_support import why_vllm_cannot_roll_out
 from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.device import nvidia_capability, resolve_device
 from aqnpipe.errors import ConfigError

@@ -16,13 +16,14 @@ from aqnpipe.cli.options import (
     ModelSource,
     check_folder,
     check_writable,
+    console_of,
     find_model,
+    given_options,
     load,
     parse_devices,
     usable_device,
     word_problems,
 )
-from aqnpipe.cli.terminal import given_options
 from aqnpipe.config.base import LARGEST_SEED, MOST_THREADS
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import parse_fault
@@ -178,7 +179,6 @@ def diagnose_here(
 
     from aqnpipe.artifacts.files import write_json
     from aqnpipe.cli.diagnose.show import show_diagnosis
-    from aqnpipe.cli.terminal import console_of
     from aqnpipe.diagnosis.api import diagnose
 
     torch.set_num_threads(config.threads)
@@ -215,7 +215,6 @@ def diagnose_node(
     from aqnpipe.artifacts.provenance import versions
     from aqnpipe.cli.diagnose.node import diagnose_devices
     from aqnpipe.cli.diagnose.show import show_node
-    from aqnpipe.cli.terminal import console_of
 
     def orders(folder: Path) -> "list[Order]":
         return make_orders(folder, source, devices, duration_seconds, method, config, faults)
@@ -287,7 +286,6 @@ def make_orders(
 
 def _write(node: "NodeReport", outputs: Outputs) -> None:
     from aqnpipe.artifacts.files import write_json
-    from aqnpipe.cli.terminal import console_of
 
     targets = [] if outputs.json is None else [outputs.json]
     if outputs.history is not None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from aqnpipe.cli.terminal import console_of, table_of
+from aqnpipe.cli.options import console_of, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

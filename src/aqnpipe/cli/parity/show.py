@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from aqnpipe.artifacts.parities import SEVERITY, OperatorParity, ParityFile, Substitution
-from aqnpipe.cli.terminal import aligned
+from aqnpipe.cli.options import aligned
 
 _HEADINGS = (
     "operator",

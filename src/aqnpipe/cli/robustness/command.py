@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from aqnpipe.cli.options import NAMES, dataset_of
+from aqnpipe.cli.options import NAMES, dataset_of, refuse_level
 from aqnpipe.cli.study import refuse_unusable_errors
-from aqnpipe.cli.terminal import refuse_level
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import MOST_THREADS, describe_validation_error
 from aqnpipe.config.dataset import PromptFormat

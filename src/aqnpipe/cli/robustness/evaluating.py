@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from aqnpipe.artifacts.checkpoints import CheckpointAccuracy, CheckpointComparison, RobustnessReport
 from aqnpipe.artifacts.evaluations import EvaluationFiles, evaluation_files
 from aqnpipe.artifacts.files import write_json
-from aqnpipe.cli.terminal import aligned, console_of
+from aqnpipe.cli.options import aligned, console_of
 from aqnpipe.comparison.checkpoints import POWER, report_of
 from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
 from aqnpipe.config.cross_references import beyond_layers

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aqnpipe.config.generation import is_without_vllm
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, Phase
-from aqnpipe.config.vllm_support import is_without_vllm
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.linears import Linear

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from aqnpipe.config.generation import why_not_shared
 from aqnpipe.config.model import common_names
-from aqnpipe.config.vllm_support import why_not_shared
 from aqnpipe.device import DeviceKind, resolve_device
 from aqnpipe.errors import DeviceError, ModelError
 from aqnpipe.generation.vllm.plugin import is_vllm_installed

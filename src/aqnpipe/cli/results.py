@@ -1,16 +1,142 @@
-"""`aqnpipe verify`: compare every file of a study's results with the record of what was written."""
+"""Commands on the results of a study: `report` on what exists, `export` for papers and viewers, `verify` of files."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
+from aqnpipe.cli.options import given_options
+from aqnpipe.cli.study import open_study
+from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError, DataError, ModelError, printable
 
 if TYPE_CHECKING:
     from aqnpipe.runtime.job_records import JobRecord
+
+PARTIAL = "partial"
+"""Folder in the results for reports on what exists; in place of the final report they would stop the study."""
+
+
+def report(study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")]) -> None:
+    """Compare and report on the existing results of a study, for example while it runs or after a failed job.
+
+    Writes a separate folder in the results, which the study ignores.
+    """
+    for line in report_on_existing_results(open_study([study], look_outside=False)):
+        typer.echo(line)
+
+
+def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
+    """Write the outputs of the rules compare, check_published and report from existing evaluations; yield a log.
+
+    Comparisons without one of their evaluations are invalid. All files appear together, or none if an artifact is
+    malformed (DataError).
+    """
+    from aqnpipe.artifacts.files import atomic_path, write_json
+    from aqnpipe.comparison.look_states import plan_after, read_looks
+    from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
+    from aqnpipe.loss_study.comparison import compare_losses, existing_losses
+    from aqnpipe.published.check import check_published_file
+    from aqnpipe.report.inputs import inputs_of
+    from aqnpipe.report.stage import ReportOutputs, build_report
+
+    looks = read_looks(plan.results) if plan.study.adaptive_seeds else []
+    plan = plan_after(plan.study, looks)
+    target = Path(plan.results) / PARTIAL
+    evaluations = existing_evaluations(plan)
+    published = plan.study.config.statistics.published
+    inputs = inputs_of(plan)
+    with atomic_path(target) as folder:
+        folder.mkdir()
+        outputs = ComparisonOutputs.in_folder(folder)
+        compare(plan.study, evaluations, outputs, looks, inputs.test_problems)
+        if published is not None:
+            write_json(folder / "published.json", check_published_file(Path(published)))
+        losses = {claims: folder / "loss_study" / claims.parent.name / claims.name for claims in inputs.loss_studies}
+        for loss_inputs, claims in existing_losses(plan):
+            compare_losses(loss_inputs, plan.study.config.statistics, losses[claims])
+        found = replace(
+            inputs,
+            **vars(outputs),
+            published=folder / inputs.published.name if inputs.published else None,
+            loss_studies=tuple(made if made.exists() else path for path, made in losses.items()),
+        )
+        build_report(plan.study, found, ReportOutputs.in_folder(folder))
+        _refuse_other_files(target, {path.name for path in folder.iterdir()})
+    yield f"compare: {len(evaluations)} of {plan.num_evaluations} evaluations exist"
+    yield f"report: {ReportOutputs.in_folder(target).html}"
+
+
+def _refuse_other_files(target: Path, written: set[str]) -> None:
+    """Raise ConfigError for what no such report wrote: the folder is replaced as a whole."""
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target}: found a file, expected nothing or an earlier report on what exists")
+    found = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    for name in sorted(found - written - {"published.json", "loss_study"}):
+        raise ConfigError(f"{target / name}: is of no report, and {target} is replaced; move it elsewhere")
+
+
+PAPER = "paper"
+INSPECT = "inspect"
+"""Folders in the results for the files."""
+
+
+def export(
+    context: typer.Context,
+    study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")],
+    figures: Annotated[str, typer.Option(help="formats of the figures, with commas between: pdf, svg")] = "pdf,svg",
+    tables: Annotated[str, typer.Option(help="formats of the tables, with commas between: latex, csv")] = "latex,csv",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="folder to write to; default: paper/, or inspect/, in the results"),
+    ] = None,
+    inspect: Annotated[
+        bool, typer.Option("--inspect", help="write every response as logs for the viewer of inspect_ai instead")
+    ] = False,
+) -> None:
+    """Write every figure and table of a study's report as files for a paper.
+
+    Figures are 89 or 183 mm wide, with captions in captions.md. LaTeX tables need the packages booktabs and longtable.
+
+    With --inspect, write the responses of the last checkpoint of every run as logs, one per noise level; show them
+    with: inspect view --log-dir FOLDER.
+    """
+    from aqnpipe.report.export import FigureFormat, TableFormat, export_paper, write_inspect_logs
+    from aqnpipe.report.inputs import inputs_of, read_inputs
+    from aqnpipe.report.words import load_words
+
+    for option in ("figures", "tables"):
+        if inspect and option in given_options(context):
+            raise ConfigError(f"--{option}: found with --inspect, which writes no {option}; leave one out")
+    wanted = _formats("--figures", figures, get_args(FigureFormat)), _formats("--tables", tables, get_args(TableFormat))
+    plan = open_study([study], look_outside=False)
+    folder = output or Path(plan.results) / (INSPECT if inspect else PAPER)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output {folder}: found a file, expected a folder")
+    if inspect:
+        config = plan.study.config
+        number = write_inspect_logs(Path(plan.results), config.study, config.evaluation, folder)
+        typer.echo(f"export: {number} logs in {folder}; show them with: inspect view --log-dir {folder}")
+        return
+    inputs = inputs_of(plan)
+    if not inputs.claims.is_file():
+        raise ConfigError(f"{inputs.claims}: no such file, expected a study that was run to its report")
+    words = load_words(plan.study.config.report.language, plan.study.config.evaluation.noise_names())
+    written = export_paper(plan.study, read_inputs(inputs), words, folder, *wanted)
+    typer.echo(f"export: {len(written)} files in {folder}")
+
+
+def _formats(option: str, text: str, known: tuple[str, ...]) -> list[Any]:
+    """Return the formats in a list with commas; none for an empty one. Raises ConfigError for an unknown one."""
+    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in found:
+        if name not in known:
+            raise ConfigError(f"{option}: found {name!r}, expected {', '.join(known)}")
+    return found
+
 
 _DAMAGED = 1
 _LONGEST_NAME, _LONGEST_PART = 3000, 255
