@@ -112,7 +112,7 @@ MISTAKES = {
     "level is no number": (["tiny", "--levels", "0,five"], "--levels '0,five': found 'five'"),
     "no clean level": (["tiny", "--levels", "0.1"], "expected 0 among them"),
     "level above 1": (["tiny", "--levels", "5"], "--levels: found 5, expected below 1; did you mean 0.05?"),
-    "level twice": (["tiny", "--levels", "0,0.1,0.1"], "--levels must not repeat a value"),
+    "level twice": (["tiny", "--levels", "0,0.1,0.1"], "--levels: found 0.1 twice, expected each value once"),
     "seed below 0": (["tiny", "--noise-seeds", "0,-1"], "--noise-seeds: found -1, expected at least 0"),
     "workers without vllm": (
         ["tiny", "--backend", "transformers", "--tensor-parallel", "2"],

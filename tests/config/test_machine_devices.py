@@ -159,7 +159,7 @@ def test_a_study_without_further_machines_has_none_of_these_jobs():
             ["bf"],
             "has a counterpart with the dtype, threads and batch_size",
         ),
-        ({}, ["target", "target"], "machines must not repeat a value"),
+        ({}, ["target", "target"], "machines: found 'target' twice, expected each value once"),
     ],
 )
 def test_machines_that_cannot_be_compared_are_refused(machines, named, expected):

@@ -78,7 +78,7 @@ def _set(config, path, value):
         (["loss_studies", 0, "conditions"], ["dirty"], r"loss_studies\.0\.conditions\.0: .*found 'dirty'"),
         (["loss_studies", 0, "orders"], ["sideways"], r"loss_studies\.0\.orders\.0: .*found 'sideways'"),
         (["loss_studies", 0, "gamma"], 0, r"loss_studies\.0\.gamma: .*found 0"),
-        (["loss_studies", 0, "noise_seeds"], [1, 1], r"noise_seeds must not repeat a value"),
+        (["loss_studies", 0, "noise_seeds"], [1, 1], r"noise_seeds: found 1 twice, expected each value once"),
         (["loss_studies", 0, "texts"], 3, r"loss_studies\.0\.texts: unknown key"),
         (["machines", "dead_zone", "faults"], [], r"loss_studies\.0\.machine: dead_zone has no faults"),
         (

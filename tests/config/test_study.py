@@ -79,7 +79,7 @@ def _set(config, path, value):
         (["training"], None, r"study\.yaml: training: found null, expected a mapping of keys"),
         (["machines"], {}, r"study\.yaml: machines: found {}, expected at least 1 entries"),
         (["training", "micro_batch_size"], 50, r"training: .*micro_batch_size 50 must divide .* = 128"),
-        (["seeds"], [0, 0], r"seeds must not repeat"),
+        (["seeds"], [0, 0], r"study\.yaml: seeds: found 0 twice, expected each value once"),
         (["arms"], ["baseline", "E99"], r"study\.yaml: arms: unknown arm 'E99' \(did you mean E9\w*\?\)"),
         (["arms"], ["baseline", "nothing"], r"study\.yaml: arms: unknown arm 'nothing', config/arms\.yaml defines "),
         (["arms_file"], "config/nowhere.yaml", r"config/nowhere\.yaml: no such file"),

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
 
-from aqnpipe.config.base import FrozenModel, TrainingSeed
+from aqnpipe.config.base import EACH_ONCE, FrozenModel, TrainingSeed
 
 PRETRAINED = "pretrained"
 """Used in place of an arm id: the model before training."""
@@ -192,7 +192,7 @@ MAX_LOOKS = 50
 MOST_SEEDS = 10_000
 """Most seeds of an arm. Planning takes time in proportion, and no study needs as many."""
 
-FixedSeeds = Annotated[tuple[TrainingSeed, ...], Field(min_length=1, max_length=MOST_SEEDS)]
+FixedSeeds = Annotated[tuple[TrainingSeed, ...], Field(min_length=1, max_length=MOST_SEEDS), EACH_ONCE]
 
 
 class AdaptiveSeeds(FrozenModel):

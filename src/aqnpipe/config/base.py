@@ -40,6 +40,18 @@ Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN, max_length=128), A
 """A name that is used as a folder name and as a wildcard of the workflow."""
 
 
+def _each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return values of which none repeats; ValueError with the first that does."""
+    if len(set(values)) < len(values):
+        repeated = next(value for place, value in enumerate(values) if value in values[:place])
+        raise ValueError(f"found {repeated!r} twice, expected each value once")
+    return values
+
+
+EACH_ONCE = AfterValidator(_each_once)
+"""Of a tuple in which no value may repeat."""
+
+
 def rule_on(rule: str, kind: DeviceKind | None) -> str:
     """Return the name of the rule whose jobs run on devices of a kind; None: on the device of the study."""
     return rule if kind is None else f"{rule}_{kind}"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from aqnpipe.config.base import FrozenModel, Identifier, Seed, Threads, describe_validation_error, replaced
+from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier, Seed, Threads, describe_validation_error, replaced
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.evaluation_noise import NamedNoise, level_noise, numbered_levels, repeated_noise, settings_of
 from aqnpipe.config.generation import kinds_without_vllm
@@ -80,10 +80,10 @@ class EvaluationSampling(FrozenModel):
 class EvaluationConfig(FrozenModel):
     """Robustness evaluation: every question at every noise level and noise, random ones once per noise seed."""
 
-    noise_levels: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
+    noise_levels: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], EACH_ONCE] = Field(
         default=(0.0, 0.05, 0.10), min_length=1, description="relative scales s of operator noise in evaluation"
     )
-    noise_seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1)
+    noise_seeds: Annotated[tuple[Seed, ...], EACH_ONCE] = Field(default=(0,), min_length=1)
     noises: dict[Identifier, NamedNoise] = Field(
         default={},
         description="further noises by name, each evaluated once, or once per noise seed if it is random: settings of "
@@ -113,14 +113,6 @@ class EvaluationConfig(FrozenModel):
         default=None, description="null: greedy decoding, one response per question"
     )
     threads: Threads = Field(default=1, description="torch threads per worker; results on a CPU depend on it")
-
-    @model_validator(mode="after")
-    def _no_repeats(self) -> Self:
-        for name in ("noise_levels", "noise_seeds"):
-            values = getattr(self, name)
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name} must not repeat a value")
-        return self
 
     @model_validator(mode="after")
     def _names_are_no_levels(self) -> Self:
@@ -197,17 +189,11 @@ class StudyEvaluationConfig(EvaluationConfig):
     A separate class, because the settings of a job do not depend on the other machines.
     """
 
-    machines: tuple[Identifier, ...] = Field(
+    machines: Annotated[tuple[Identifier, ...], EACH_ONCE] = Field(
         default=(),
         description="machines on which every checkpoint is evaluated too, with their device, simulated faults, and the "
         "dtype, threads and batch_size of their `counterpart`; the report has the differences",
     )
-
-    @model_validator(mode="after")
-    def _no_machine_twice(self) -> Self:
-        if len(set(self.machines)) != len(self.machines):
-            raise ValueError("machines must not repeat a value")
-        return self
 
     @model_validator(mode="after")
     def _no_noise_twice(self) -> Self:

@@ -1,11 +1,11 @@
 """The loss study: how faults and hidden-state noise change the loss of a model that was not trained with them."""
 
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from aqnpipe.config.arm import ModelRole
-from aqnpipe.config.base import FrozenModel, Identifier, Seed, Threads
+from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier, Seed, Threads
 from aqnpipe.config.noise import FaultOrder
 
 LossCondition = Literal[
@@ -30,23 +30,15 @@ class LossStudyConfig(FrozenModel):
     name: Identifier = Field(description="name of the study's files")
     model: ModelRole = "base"
     machine: str = Field(description="machine of the study whose faults are simulated at each of the magnitudes")
-    magnitudes: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(min_length=1)
-    orders: tuple[FaultOrder, ...] = Field(
+    magnitudes: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], EACH_ONCE] = Field(min_length=1)
+    orders: Annotated[tuple[FaultOrder, ...], EACH_ONCE] = Field(
         default=("after_noise", "around_noise"), min_length=1, description="order of fault and noise where both apply"
     )
-    conditions: tuple[LossCondition, ...] = Field(default=get_args(LossCondition), min_length=1)
+    conditions: Annotated[tuple[LossCondition, ...], EACH_ONCE] = Field(default=get_args(LossCondition), min_length=1)
     gamma: float = Field(
         default=0.01, gt=0, lt=1, description="standard deviation of the noise relative to the hidden states"
     )
-    noise_seeds: tuple[Seed, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
+    noise_seeds: Annotated[tuple[Seed, ...], EACH_ONCE] = Field(default=(0, 1, 2, 3, 4), min_length=1)
     num_texts: int = Field(default=50, ge=1, description="number of texts, the first of the test split")
     layer_seed: Seed = Field(default=0, description="seed of the random choice of layers for random_layers")
     threads: Threads = 1
-
-    @model_validator(mode="after")
-    def _no_repeats(self) -> Self:
-        for name in ("magnitudes", "orders", "conditions", "noise_seeds"):
-            values = getattr(self, name)
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name} must not repeat a value")
-        return self

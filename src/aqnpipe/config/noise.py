@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from aqnpipe.config.base import FrozenModel, Seed, Threads
+from aqnpipe.config.base import EACH_ONCE, FrozenModel, Seed, Threads
 from aqnpipe.config.diagnosis import SigmaStrategy
 from aqnpipe.config.measured_noise import LayerErrors, MeasuredError, OperatorError
 from aqnpipe.config.model import Attention, Dtype
@@ -154,11 +154,6 @@ def requested_size(error: AppliedError | MeasuredError) -> float:
             return 1.0
 
 
-def _check_unique(phases: tuple[Phase, ...]) -> None:
-    if len(set(phases)) != len(phases):
-        raise ValueError("phases must not repeat")
-
-
 def _check_measured(noise: "OperatorNoise") -> None:
     """Raise ValueError where a parity measures no error of what is asked for."""
     if noise.operators != "matmul":
@@ -177,7 +172,7 @@ class OperatorNoise(FrozenModel):
 
     operators: OperatorSet = "matmul"
     error: ErrorModel = Field(discriminator="kind")
-    phases: tuple[Phase, ...] = Field(
+    phases: Annotated[tuple[Phase, ...], EACH_ONCE] = Field(
         default=("rollout", "reference", "actor_forward", "backward"),
         min_length=1,
         description="training phases with this error; the study sets the noise levels of evaluations",
@@ -200,7 +195,6 @@ class OperatorNoise(FrozenModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        _check_unique(self.phases)
         if "backward" in self.phases and "actor_forward" not in self.phases:
             raise ValueError("phases has backward without actor_forward, whose graph the backward noise belongs to")
         if self.layer_scales and not isinstance(self.error, ScaledError):
@@ -281,11 +275,12 @@ class ModuleNoise(FrozenModel):
     )
     point: Literal["input", "output"] = "input"
     error: OutputErrorModel = Field(discriminator="kind")
-    phases: tuple[Phase, ...] = Field(default=("rollout",), min_length=1, description="any phases except backward")
+    phases: Annotated[tuple[Phase, ...], EACH_ONCE] = Field(
+        default=("rollout",), min_length=1, description="any phases except backward"
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        _check_unique(self.phases)
         if "backward" in self.phases:
             raise ValueError("phases has backward, which module noise does not support")
         if self.modules == ():

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -19,7 +19,7 @@ from aqnpipe.config.analysis import (
     seed_numbers,
 )
 from aqnpipe.config.arm import Arm, ArmsFile
-from aqnpipe.config.base import FrozenModel, Identifier
+from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier
 from aqnpipe.config.cross_references import cross_reference_problems
 from aqnpipe.config.dataset import DatasetConfig, PromptFormat
 from aqnpipe.config.default_comparisons import all_pairs, default_comparisons
@@ -134,7 +134,7 @@ class StudyConfig(_SharedSettings):
     arms_file: str = Field(default=_ARMS_FILE, description="file of the arms, relative to the folder of the study file")
     models: dict[Identifier, ModelConfig] = Field(min_length=1, description="the models by name (base, large)")
     machines: dict[Identifier, Machine] = Field(description="machines to diagnose, by name")
-    arms: tuple[Identifier, ...] = Field(min_length=1)
+    arms: Annotated[tuple[Identifier, ...], EACH_ONCE] = Field(min_length=1)
     seeds: Seeds = Field(
         description="training seeds of every arm, or a rule by which seeds are added until the claims are decided"
     )
@@ -152,9 +152,6 @@ class StudyConfig(_SharedSettings):
 
     @model_validator(mode="after")
     def _no_repeats(self) -> Self:
-        for name, values in (("arms", self.arms), ("seeds", seed_numbers(self.seeds))):
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name} must not repeat a value")
         names = [(loss_study.model, loss_study.name) for loss_study in self.loss_studies]
         if len(set(names)) != len(names):
             raise ValueError("loss_studies must not repeat a name")
