@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aqnpipe.cli.options import table_of
+from aqnpipe.cli.options import console_of, table_of
 
 if TYPE_CHECKING:
     from aqnpipe.artifacts.published import PublishedCheck
@@ -29,13 +28,12 @@ def check_published(
         typer.echo(check.model_dump_json(indent=2))
         return
     words = load_words("en")
-    # A file or pipe gets text of a fixed width.
-    console = Console() if Console().is_terminal else Console(width=160)
-    console.print(f"{check.title}\n{check.source}\n", highlight=False, markup=False)
+    console = console_of(stderr=False, width=160)
+    console.print(f"{check.title}\n{check.source}\n", markup=False)
     for table in _tables(check, words):
         console.print(table)
     for line in [*_remarks(check, words), _conclusion(check, words)]:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, markup=False)
 
 
 def _tables(check: "PublishedCheck", words: "Words") -> list[Table]:

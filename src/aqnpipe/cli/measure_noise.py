@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import ValidationError
 
-from aqnpipe.cli.options import check_writable
+from aqnpipe.cli.options import check_writable, console_of, number_ranges, table_of
 from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import describe_validation_error, replaced
@@ -16,7 +16,6 @@ from aqnpipe.config.noise import FakeQuantization, OperatorNoise
 from aqnpipe.config.study import read_arms
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.errors import ConfigError, ReceiptError
-from aqnpipe.statistics.continuous import scale_standard_error
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,8 +36,6 @@ def measure_noise(
 
     Exit code 2 if requested noise is missing, or noise was measured that was not requested.
     """
-    from rich.console import Console
-
     from aqnpipe.artifacts.files import write_json
     from aqnpipe.artifacts.measured_errors import with_figures
     from aqnpipe.models.loading import load_model, source_folder
@@ -65,11 +62,11 @@ def measure_noise(
     receipt = measure_arm(loaded, measured)
     if json is not None:
         write_json(json, receipt)
-    console = Console(width=None if Console().is_terminal else 120)
+    console = console_of(stderr=False, width=120)
     for table in (_coverage(receipt), _operators(receipt)):
         console.print(table)
     for line in _notes(receipt, measured):
-        console.print(line, highlight=False)
+        console.print(line)
     problems = receipt.problems()
     if problems:
         raise ReceiptError(f"arm {arm} on {model}: " + "; ".join(problems))
@@ -89,10 +86,8 @@ def _without_machine(name: str, arm: Arm) -> Arm:
 
 def _coverage(receipt: "Receipt") -> "Table":
     """Return a table with a row per phase: calls, share of operations with noise, requested and measured scale."""
-    from rich.table import Table
-
     measures = ("requested", "measured", "values", "reference check")
-    table = Table("phase", "forwards", "noised calls", "share of FLOPs", *measures, title="phases")
+    table = table_of("phases", ["phase"], ["forwards", "noised calls", "share of FLOPs", *measures])
     for record in receipt.phases:
         requested = receipt.requested_scale(record.phase)
         measured, elements = receipt.measured_scale(record.phase)
@@ -112,11 +107,8 @@ def _coverage(receipt: "Receipt") -> "Table":
 
 def _operators(receipt: "Receipt") -> "Table":
     """Return a table with a row per phase and operator, summed over layers."""
-    from rich.table import Table
-
-    table = Table(
-        "phase", "operator", "layers", "calls", "elements", "error", "requested", "measured", title="operators"
-    )
+    left, right = ["phase", "operator", "layers", "error"], ["calls", "elements", "requested", "measured"]
+    table = table_of("operators", left, right)
     groups: dict[tuple[str, str, str, float], list[NoiseCell]] = {}
     for cell in receipt.cells:
         operator = f"{cell.operator} (lm_head)" if cell.layer is None and not cell.is_module else cell.operator
@@ -127,10 +119,10 @@ def _operators(receipt: "Receipt") -> "Table":
         table.add_row(
             phase,
             operator,
-            _ranges([cell.layer for cell in cells if cell.layer is not None]),
+            number_ranges([cell.layer for cell in cells if cell.layer is not None]) or "-",
+            error.replace("_", " "),
             f"{sum(cell.calls for cell in cells):,}",
             f"{sum(cell.elements for cell in cells):,}",
-            error.replace("_", " "),
             f"{requested:.4g}",
             _with_error((squares / elements) ** 0.5, elements) if elements else "-",
         )
@@ -138,18 +130,9 @@ def _operators(receipt: "Receipt") -> "Table":
 
 
 def _with_error(measured: float, elements: int) -> str:
+    from aqnpipe.statistics.continuous import scale_standard_error  # imports SciPy, which is slow
+
     return f"{measured:.4g} ± {measured * scale_standard_error(elements):.2g}"
-
-
-def _ranges(layers: list[int]) -> str:
-    """Return layer numbers as sorted ranges, `0-5, 7`; `-` if there are none."""
-    parts: list[list[int]] = []
-    for layer in sorted(layers):
-        if parts and layer == parts[-1][1] + 1:
-            parts[-1][1] = layer
-        else:
-            parts.append([layer, layer])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts) or "-"
 
 
 def _attention(noise: OperatorNoise) -> str:

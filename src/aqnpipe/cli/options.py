@@ -210,9 +210,12 @@ def dataset_of(data: str, num_test: int | None) -> Any:
         raise ConfigError(f"--data: found {data!r}, which is no file or folder here, expected {NAMES}") from error
 
 
-def console_of(*, stderr: bool) -> Console:
-    """Return a console on standard output, or on standard error for progress."""
-    return Console(stderr=stderr, soft_wrap=False, highlight=False)
+def console_of(*, stderr: bool, width: int | None = None) -> Console:
+    """Return a console on standard output, or on standard error for progress; `width`: where that is no terminal."""
+    console = Console(stderr=stderr, soft_wrap=False, highlight=False)
+    if width is not None and not console.is_terminal:
+        console.width = width
+    return console
 
 
 def table_of(title: str, left: Sequence[str], right: Sequence[str], remarks: Sequence[str] = ()) -> Table:
@@ -231,6 +234,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return one line per row, with the cells of a column in the same place; rows have equally many cells."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Return numbers as text, runs of three and more as `first-last`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def given_options(context: typer.Context) -> list[str]:

@@ -8,6 +8,7 @@ problem is one line: file, key, what was found and what is expected.
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,15 +89,16 @@ def _missing(kind: str, name: str, known: Collection[str]) -> str | None:
     return None if name in known else unknown(kind, name, known)
 
 
-def _at_most_test_questions(scope: Scope, asked: int, *_: str) -> str | None:
-    limit = scope.study.dataset.num_test
-    return f"found {asked}, expected at most dataset.num_test {limit}" if limit is not None and asked > limit else None
+def _at_most(key: str, *, below: bool = False) -> Check:
+    """Return the check that a number is not above, or is below, another setting; null there is no limit."""
 
+    def check(scope: Scope, asked: int, *_: str) -> str | None:
+        limit = attrgetter(key)(scope.study)
+        if limit is None or asked < limit + (not below):
+            return None
+        return f"found {asked}, expected {'fewer than' if below else 'at most'} {key} {limit}"
 
-def _examples(scope: Scope, asked: int) -> str | None:
-    limit = scope.study.dataset.num_train
-    is_below = limit is None or asked < limit
-    return None if is_below else f"found {asked}, expected fewer than dataset.num_train {limit}"
+    return check
 
 
 def _validated(scope: Scope, asked: int) -> str | None:
@@ -484,10 +486,10 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("arms[*].model", _known("role", "models")),
     ("arms[*].machine", _runs_here),
     ("arms[*].aqn.layer_sigmas_from", _known("machine", "machines")),
-    ("evaluation.num_questions", _at_most_test_questions),
+    ("evaluation.num_questions", _at_most("dataset.num_test")),
     ("training.validation_questions", _validated),
-    ("loss_studies[*].num_texts", _at_most_test_questions),
-    ("prompt.num_examples", _examples),
+    ("loss_studies[*].num_texts", _at_most("dataset.num_test")),
+    ("prompt.num_examples", _at_most("dataset.num_train", below=True)),
     ("evaluation.primary_scorer", _scorer),
     ("dataset.answer_format", _reward),
     ("statistics.unit", _unit),

@@ -105,8 +105,7 @@ class EvaluationConfig(FrozenModel):
     primary_scorer: Scorer | OwnFunction = Field(
         default="strict",
         description="decides which responses are right: a scorer, or package.module:function of (response, "
-        "gold_answer), run with your rights, which returns True or False, or a pair of the answer found and that; "
-        "task, which the workflow sets: that of a dataset with source lm_eval",
+        "gold_answer), run with your rights, which returns True or False, or a pair of the answer found and that",
     )
     scorer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
     sampling: EvaluationSampling | None = Field(

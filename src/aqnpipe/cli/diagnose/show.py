@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from aqnpipe.cli.options import console_of, table_of
+from aqnpipe.cli.options import console_of, number_ranges, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,9 +92,9 @@ def evidence_in_bits(fault: "LocatedFault") -> list[str]:
         wrong = round(fault.rate_per_call * fault.calls)
         lines.append(f"wrong in {wrong} of {fault.calls} compared calls; not every probe shows every fault")
     if tile := fault.tile:
-        lines.append(f"channels {_numbers(tile.offsets)} modulo {tile.width}")
+        lines.append(f"channels {number_ranges(tile.offsets)} modulo {tile.width}")
     if fault.layer is None and fault.layers:
-        lines.append(f"seen in layers {_numbers(fault.layers)}")
+        lines.append(f"seen in layers {number_ranges(fault.layers)}")
     return lines
 
 
@@ -109,7 +109,7 @@ def untested_lines(devices: "Sequence[DeviceReport]") -> list[str]:
 def _untested_on(device: "DeviceReport") -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for item in device.untested:
-        layers = f" of layers {_numbers(item.layers)}" if item.layers else ""
+        layers = f" of layers {number_ranges(item.layers)}" if item.layers else ""
         by_reason.setdefault(item.reason, []).append(f"{item.part}{layers}")
     return [f"{', '.join(parts)} ({reason})" for reason, parts in by_reason.items()]
 
@@ -143,18 +143,6 @@ def _where(fault: "LocatedFault | SiteRate") -> str:
     if fault.layer is not None:
         return f"layer {fault.layer}, {fault.site}"
     return f"whole device, {fault.site}" if fault.scope == "device" else fault.site
-
-
-def _numbers(numbers: "Sequence[int]") -> str:
-    """Return numbers as text, runs of three and more as `first-last`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-    return ", ".join(parts)
 
 
 def _device_cells(device: "DeviceReport") -> list[str]:
