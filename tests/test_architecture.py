@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # The stages: they hand each other artifacts and import no other stage.
     "diagnosis": COMPUTING,
     "training": AUDITED,
-    "evaluation": AUDITED,
+    "evaluation": AUDITED | {"integrations"},
     "parity": COMPUTING,
     "loss_study": COMPUTING | {"statistics"},
     "comparison": MODELLING | {"statistics"},

@@ -2,9 +2,8 @@
 
 import polars as pl
 import pytest
-from made_up import row_digests
 
-from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts
+from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digests
 
 ROWS = pl.DataFrame(
     {

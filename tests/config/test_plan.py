@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from aqnpipe.config.dataset import HubDataset, LocalDataset
+from aqnpipe.config.dataset import HubDataset, LmEvalDataset, LocalDataset
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study, load_study_file, load_study_files
 from aqnpipe.errors import ConfigError
@@ -121,15 +121,19 @@ def with_settings(plan, **changes):
     [
         (LocalDataset(source="local", path="folder"), ["folder/test.jsonl"]),
         (LocalDataset(source="local", path="folder/test.jsonl"), ["folder/test.jsonl"]),
+        (LmEvalDataset(source="lm_eval", task="mine", include_path="tasks"), ["tasks/mine.yaml", "tasks/utils.py"]),
+        (LmEvalDataset(source="lm_eval", task="arc_easy"), []),
         (HubDataset(source="hub"), []),
     ],
 )
 def test_the_users_files_behind_a_split_are_those_that_make_it(plan, monkeypatch, tmp_path, dataset, expected):
     """Not what an editor or Python leaves beside them, which would repeat the study."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    for name in ("train.jsonl", "test.jsonl", ".test.jsonl.swp"):
-        (tmp_path / "folder" / name).touch()
+    for name in ("folder/train.jsonl", "folder/test.jsonl", "tasks/mine.yaml", "tasks/utils.py", "tasks/.mine.swp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "tasks" / "__pycache__").mkdir()
+    (tmp_path / "tasks" / "__pycache__" / "utils.pyc").touch()
     assert with_settings(plan, dataset=dataset).dataset_files("test") == expected
 
 

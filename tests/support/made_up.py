@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digest
+from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digests
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import read_json, write_json, write_table
 from aqnpipe.artifacts.runs import RunRecord
@@ -199,9 +199,3 @@ def record(stage: str, arm: str, seed: int, step: int, config: Mapping[str, obje
         versions={"aqnpipe": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"},
         device="cpu",
     )
-
-
-def row_digests(rows: pl.DataFrame) -> list[str]:
-    """Return the digest of each row of one pass, by sample and question."""
-    columns = rows.select("question_id", "sample", "response", "response_tokens", "finish_reason")
-    return [row_digest(*row) for row in columns.sort("sample", "question_id").iter_rows()]

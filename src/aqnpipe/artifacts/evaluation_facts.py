@@ -26,7 +26,7 @@ class PassFacts(Artifact):
     """Facts about what one pass over the questions used.
 
     noise_keys: seeds of the noise that was installed in its forward passes. first_logits: digest of the first logits
-    of each batch, in order. rows: `row_digest` of every response, by sample and question, without separator.
+    of each batch, in order. rows: `row_digests` of the responses, without separator.
     """
 
     noise_level: float = Field(ge=0)
@@ -148,6 +148,14 @@ class EvaluationFacts(Artifact):
         for first, second in combinations(self.passes, 2):
             if (first.noise_level, first.noise_seed) == (second.noise_level, second.noise_seed):
                 yield f"{first.name}: its facts occur twice"
+
+
+def row_digests(rows: pl.DataFrame) -> list[str]:
+    """Return a digest of each row of one pass: question, sample, response and its length and end.
+
+    Sorted by sample and question.
+    """
+    return [row_digest(*row) for row in rows.select(_OF_A_ROW).sort("sample", "question_id").iter_rows()]
 
 
 def row_digest(question_id: str, sample: int, response: str, num_tokens: int, finish_reason: str) -> str:

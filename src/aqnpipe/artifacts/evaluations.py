@@ -74,12 +74,13 @@ class EvaluationTable(Table):
     """results/eval/.../step<N>.parquet: a row per question, noise level, noise seed and sample.
 
     `cluster`: of the question, the unit of tests and intervals; absent where that is the question. `batch`: number of
-    the batch of the question, the same in every pass and sample; null where an engine makes its own batches; absent in
-    tables of earlier versions.
+    the batch of the question, the same in every pass and sample; null where an engine or lm-evaluation-harness makes
+    its own batches; absent in tables of earlier versions.
     `noise_level` is a relative scale below 1, or the number of a named noise of the evaluation (1, 2, ...).
     `sample` numbers the responses to one question; it is 0 in greedy evaluations. `answer_<scorer>` is the answer that
     the scorer of `aqnpipe.data.scoring` extracted, null if it found none. Scorers besides the first four have columns
-    only in evaluations of which they are the primary one; `own` is a scoring function of the user.
+    only in evaluations of which they are the primary one; `own` is a scoring
+    function of the user, `task` a task of lm-evaluation-harness.
     """
 
     question_id: str
@@ -102,11 +103,13 @@ class EvaluationTable(Table):
     answer_letter: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     answer_text: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     answer_own: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
+    answer_task: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
     correct_verl_strict: Optional[bool]  # noqa: UP045
     correct_boxed: Optional[bool]  # noqa: UP045
     correct_letter: Optional[bool]  # noqa: UP045
     correct_text: Optional[bool]  # noqa: UP045
     correct_own: Optional[bool]  # noqa: UP045
+    correct_task: Optional[bool]  # noqa: UP045
     response_tokens: int = pa.Field(ge=0)
     finish_reason: str = pa.Field(isin=["stop", "length"])
 

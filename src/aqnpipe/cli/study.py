@@ -8,6 +8,7 @@ import filecmp
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from typing import Any
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.cross_references import validation_problem
-from aqnpipe.config.dataset import LocalDataset
+from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
 from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
 from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, source_kind
 from aqnpipe.config.noise import ModuleNoise
@@ -77,6 +78,8 @@ def _check_results(study: Study, source: str) -> None:
 
 def _check_dataset(study: Study, source: str) -> None:
     dataset = study.config.dataset
+    if isinstance(dataset, LmEvalDataset):
+        _check_task(dataset, source)
     if not isinstance(dataset, LocalDataset):
         return
     from aqnpipe.data.loader import load_problems
@@ -85,6 +88,24 @@ def _check_dataset(study: Study, source: str) -> None:
         sizes = {split: len(load_problems(dataset, split)) for split in StudyPlan(study).splits()}
     if problem := validation_problem(study.config, sizes.get("test")):
         raise ConfigError(f"{source}: training.validation_questions: {problem}")
+
+
+def _check_task(dataset: LmEvalDataset, source: str) -> None:
+    """Refuse a task that cannot be used: one of the user's own is loaded, of others only the harness is looked for."""
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            f"{source}: dataset.source: lm-evaluation-harness is not installed: pip install 'aqnpipe[lm-eval]'"
+        )
+    if dataset.include_path is None:
+        return
+    from aqnpipe.data.loader import load_problems
+
+    if not Path(dataset.include_path).is_dir():
+        raise ConfigError(
+            f"{source}: dataset.include_path: {dataset.include_path}: no such folder, expected one with tasks"
+        )
+    with _about(source):
+        load_problems(dataset, "test")
 
 
 def _check_diagnoses(study: Study, source: str) -> None:

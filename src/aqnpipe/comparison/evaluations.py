@@ -295,7 +295,7 @@ def _with_batches_as_clusters(path: Path, rows: pl.DataFrame) -> pl.DataFrame:
     if "batch" not in rows.columns or rows["batch"].null_count() or "cluster" in rows.columns:
         raise DataError(
             f"{path}: statistics.unit is batch, expected questions without clusters whose batches are known: not of "
-            "vLLM or of an earlier version"
+            "vLLM, of lm-evaluation-harness or of an earlier version"
         )
     return rows.rename({"batch": "cluster"}).cast({"cluster": pl.String})
 

@@ -21,9 +21,11 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.retention import read_removed
 from aqnpipe.artifacts.runs import RunRecord, first_difference, record_problems
 from aqnpipe.artifacts.training_facts import recorded_fact_problems
+from aqnpipe.config.dataset import LmEvalDataset
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.data.graders import Grader, columns_of, graders_of, pairs
+from aqnpipe.data.harness_task import HarnessTask, question_id
 from aqnpipe.models.loading import sha256_of_digests
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
 from aqnpipe.models.untrained import is_untrained
@@ -78,6 +80,10 @@ class _Lineage:
     def _graders(self) -> dict[str, Grader]:
         settings = self._plan.evaluation_settings
         return graders_of(settings.primary_scorer, settings.scorer_sha256)
+
+    @property
+    def _scored_columns(self) -> list[str]:
+        return columns_of({**self._graders, **({} if self._task is None else {"task": None})})
 
     def _data(self, split: str) -> Path:
         return self._results / "data" / f"{split}.parquet"
@@ -201,7 +207,7 @@ class _Lineage:
     def _answer_problems(self, path: Path) -> list[str]:
         """Return the problems of an evaluation table: missing, unrequested, repeated and wrongly graded responses."""
         rows = read_unchecked_table(path)
-        needed = {"question_id", "response", *columns_of(self._graders)}
+        needed = {"question_id", "response", *self._scored_columns}
         if not self._data("test").is_file() or not needed <= {*rows.columns}:
             return []  # Other checks refuse the evaluation for this.
         config = self._plan.study.config.evaluation
@@ -217,9 +223,24 @@ class _Lineage:
             problems.append(f"{missing} of {len(requested)} responses that the study requests are not in the table")
         if extra := len(set(found).difference(requested)) + len(found) - len(set(found)):
             problems.append(f"{extra} responses in the table were not requested, or occur twice")
-        if wrong := self._wrongly_scored(rows):
+        of_task = 0 if self._task is None else self._wrongly_scored_by(self._task, rows)
+        if wrong := self._wrongly_scored(rows) + of_task:
             problems.append(f"{wrong} stored responses have another grade than their text gets")
         return problems
+
+    @cached_property
+    def _task(self) -> HarnessTask | None:
+        dataset = self._plan.study.config.dataset
+        return HarnessTask.load(dataset) if isinstance(dataset, LmEvalDataset) else None
+
+    def _wrongly_scored_by(self, task: HarnessTask, rows: pl.DataFrame) -> int:
+        """Return the number of responses that the task grades otherwise than is stored."""
+        numbers = {question_id(number): number for number in range(len(task.documents))}
+        stored = rows.select("question_id", "response", "answer_task", "correct_task").iter_rows()
+        return sum(
+            question in numbers and tuple(task.grade(numbers[question], response)) != (answer, correct)
+            for question, response, answer, correct in stored
+        )
 
     def _wrongly_scored(self, rows: pl.DataFrame) -> int:
         known: dict[tuple[str, str], tuple[str | bool | None, ...]] = {}

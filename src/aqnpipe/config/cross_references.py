@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from aqnpipe.config.analysis import PRETRAINED, seed_numbers
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import LARGEST_TRAINING_SEED
-from aqnpipe.config.dataset import GeneratedDataset
+from aqnpipe.config.dataset import GeneratedDataset, LmEvalDataset, PromptFormat
 from aqnpipe.config.diagnosis import NEEDS_PARITY
 from aqnpipe.config.evaluation import unfit_scorer
 from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
@@ -311,6 +311,11 @@ def _positions(scope: Scope, tokens: int) -> str | None:
     return None
 
 
+def _positions_of_evaluation(scope: Scope, tokens: int) -> str | None:
+    # A task of lm-evaluation-harness cuts prompts itself.
+    return None if isinstance(scope.study.dataset, LmEvalDataset) else _positions(scope, tokens)
+
+
 def used_models(scope: Scope) -> dict[str, ModelConfig]:
     """Return the models of the arms, or the checkpoints."""
     roles = {arm.model for arm in scope.trained_arms().values()}
@@ -446,14 +451,34 @@ def _seed(scope: Scope, offset: int, *_: str) -> str | None:
     )
 
 
+def _prompt_of_task(scope: Scope, prompt: PromptFormat) -> str | None:
+    if not isinstance(scope.study.dataset, LmEvalDataset) or prompt == PromptFormat(style=prompt.style):
+        return None
+    return (
+        "found layout, instruction or examples, expected style alone: the task makes its prompts (dataset.num_fewshot "
+        "sets the examples)"
+    )
+
+
+def _sampling_of_task(scope: Scope, sampling: object) -> str | None:
+    is_task = isinstance(scope.study.dataset, LmEvalDataset)
+    return "the task says how responses are drawn, remove sampling" if is_task else None
+
+
+def _backend_of_task(scope: Scope, backend: str) -> str | None:
+    is_task = isinstance(scope.study.dataset, LmEvalDataset)
+    fits = not is_task or backend != "vllm"
+    return None if fits else "found vllm, expected transformers or auto for dataset.source lm_eval"
+
+
 def _unit(scope: Scope, unit: str) -> str | None:
     dataset = scope.study.dataset
     if unit == "question":
         return None
     if isinstance(dataset, GeneratedDataset) or getattr(dataset, "cluster_column", None):
         return f"found {unit}, but the questions of the data set have clusters, expected question"
-    if scope.study.generation.backend == "vllm":
-        return f"found {unit}, but vLLM makes batches of its own, expected question"
+    if isinstance(dataset, LmEvalDataset) or scope.study.generation.backend == "vllm":
+        return f"found {unit}, but vLLM and lm-evaluation-harness make batches of their own, expected question"
     return None
 
 
@@ -492,6 +517,9 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("prompt.num_examples", _at_most("dataset.num_train", below=True)),
     ("evaluation.primary_scorer", _scorer),
     ("dataset.answer_format", _reward),
+    ("prompt", _prompt_of_task),
+    ("evaluation.sampling", _sampling_of_task),
+    ("generation.backend", _backend_of_task),
     ("statistics.unit", _unit),
     ("evaluation.pretrained_machine", _runs_here),
     ("machines[*].counterpart", _counterpart),
@@ -531,7 +559,7 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("arms[*].aa_control_of", _aa_control),
     ("arms[*].seed_offset", _seed),
     ("training.max_response_tokens", _positions),
-    ("evaluation.max_response_tokens", _positions),
+    ("evaluation.max_response_tokens", _positions_of_evaluation),
     ("checkpoints[*]", _comparable),
 )
 

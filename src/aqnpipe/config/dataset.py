@@ -99,7 +99,33 @@ class HubDataset(StoredDataset):
     revision: str = Field(default="main", min_length=1)
 
 
-DatasetConfig = Annotated[GeneratedDataset | LocalDataset | HubDataset, Field(discriminator="source")]
+class LmEvalDataset(FrozenModel):
+    """A task of lm-evaluation-harness, which makes its prompts and grades its answers. For given checkpoints only."""
+
+    source: Literal["lm_eval"]
+    task: str = Field(min_length=1, description="name of one task, multiple-choice or generative; not of a group")
+    include_path: str | None = Field(
+        default=None, min_length=1, description="folder with custom tasks; null: the tasks of the harness"
+    )
+    num_fewshot: int | None = Field(default=None, ge=0, le=64, description="examples per prompt; null: as in the task")
+    metric: str | None = Field(
+        default=None, min_length=1, description="metric that is 0 or 1 per question; null: acc or exact_match"
+    )
+    filter: str | None = Field(default=None, min_length=1, description="name of a filter of the task; null: its first")
+    num_test: SplitSize | None = None
+
+    @property
+    def num_train(self) -> None:
+        """None: a task has no questions to train with."""
+        return
+
+    @property
+    def answer_format(self) -> Literal["task"]:
+        """Answers are graded by the task itself."""
+        return "task"
+
+
+DatasetConfig = Annotated[GeneratedDataset | LocalDataset | HubDataset | LmEvalDataset, Field(discriminator="source")]
 
 
 class PromptFormat(FrozenModel):

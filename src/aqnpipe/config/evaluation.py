@@ -49,8 +49,14 @@ def refuse_unknown_scorer(name: str) -> None:
         raise ConfigError(f"--{describe_validation_error(error, {'scorer': name}, _Option)}") from error
 
 
-def unfit_scorer(scorer: str, answers: AnswerFormat) -> str | None:
+def unfit_scorer(scorer: str, answers: AnswerFormat | Literal["task"]) -> str | None:
     """Return why a scorer can never find answers of a format right; None if it can, or if it is a function."""
+    if scorer == answers == "task":
+        return None
+    if answers == "task":
+        return f"found {scorer}, expected no primary_scorer: a task of lm-evaluation-harness grades its answers itself"
+    if scorer == "task":
+        return "found task, expected a scorer of answers: task grades those of dataset.source lm_eval alone"
     if ":" in scorer:
         return None
     fitting: dict[str, tuple[Scorer, ...]] = {"text": ("text", "boxed"), "choice": ("letter",)}
@@ -102,7 +108,7 @@ class EvaluationConfig(FrozenModel):
         description="machine of the study on which the model before training is evaluated; null: the device without "
         "simulated faults. Checkpoints are evaluated on the machine of their arm",
     )
-    primary_scorer: Scorer | OwnFunction = Field(
+    primary_scorer: Scorer | Literal["task"] | OwnFunction = Field(
         default="strict",
         description="decides which responses are right: a scorer, or package.module:function of (response, "
         "gold_answer), run with your rights, which returns True or False, or a pair of the answer found and that",

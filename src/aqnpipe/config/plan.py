@@ -8,7 +8,7 @@ from typing import Any
 from aqnpipe.config.analysis import PRETRAINED, ReportConfig
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import Settings, evaluations_folder, replaced, rule_on
-from aqnpipe.config.dataset import LocalDataset, Split
+from aqnpipe.config.dataset import LmEvalDataset, LocalDataset, Split
 from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
@@ -369,6 +369,8 @@ class StudyPlan:
     def dataset_files(self, split: Split) -> list[str]:
         """Return the files of the user from which a split of the questions is made; none of generated and hub data."""
         dataset = self.study.config.dataset
+        if isinstance(dataset, LmEvalDataset) and dataset.include_path is not None:
+            return _files(Path(dataset.include_path).rglob("*"))
         if not isinstance(dataset, LocalDataset):
             return []
         path = Path(dataset.path)
@@ -463,6 +465,7 @@ class StudyPlan:
             prompt=config.prompt,
             generation=config.generation,
             evaluation=self.with_parity_files(self._evaluation_on_machine(), prepared or model),
+            task=config.dataset if isinstance(config.dataset, LmEvalDataset) else None,
         ).model_dump(mode="json")
 
     def loss_study_spec(self, model: str, name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ A job's spec contains only the settings that the job uses, so an edit elsewhere 
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
-from aqnpipe.config.dataset import PromptFormat
+from aqnpipe.config.dataset import LmEvalDataset, PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig, Scorer
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
@@ -57,7 +57,10 @@ class ParitySpec(FrozenModel):
 
 
 class EvaluationSpec(FrozenModel):
-    """Evaluation of a checkpoint; `step` 0 is the model before training. `faults` are those of the arm's machine."""
+    """Evaluation of a checkpoint; `step` 0 is the model before training. `faults` are those of the arm's machine.
+
+    `task`: the task of lm-evaluation-harness whose questions they are; None for questions of other data sets.
+    """
 
     model_role: str
     arm_id: str
@@ -70,6 +73,7 @@ class EvaluationSpec(FrozenModel):
     prompt: PromptFormat
     generation: GenerationConfig = GenerationConfig()
     evaluation: EvaluationConfig
+    task: LmEvalDataset | None = None
 
 
 class LossStudySpec(FrozenModel):

@@ -21,7 +21,7 @@ from aqnpipe.config.analysis import (
 from aqnpipe.config.arm import Arm, ArmsFile
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier
 from aqnpipe.config.cross_references import cross_reference_problems
-from aqnpipe.config.dataset import DatasetConfig, PromptFormat
+from aqnpipe.config.dataset import DatasetConfig, LmEvalDataset, PromptFormat
 from aqnpipe.config.default_comparisons import all_pairs, default_comparisons
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.evaluation import StudyEvaluationConfig
@@ -171,6 +171,11 @@ class StudyConfig(_SharedSettings):
     def _training_has_steps(self) -> Self:
         if self.training is None:
             return self
+        if isinstance(self.dataset, LmEvalDataset):
+            raise ValueError(
+                "dataset.source: found lm_eval, expected generated, local or hub: nothing can be trained on a task of "
+                "lm-evaluation-harness; a study with checkpoints can use it"
+            )
         if self.dataset.num_train is None:
             raise ValueError("dataset.num_train is null, expected a number: it determines the number of steps")
         if self.num_steps < 1:
@@ -348,11 +353,19 @@ def _load_checkpoint_study(config: Mapping[str, Any], source: str) -> Study:
             raise ConfigError(
                 f"{source}: {key}: not in a study with checkpoints, which trains nothing (remove {key} or checkpoints)"
             )
-    study = validated(CheckpointStudyConfig, config, source).as_study()
+    study = validated(CheckpointStudyConfig, _graded_by_task(config), source).as_study()
     arms = {name: Arm(description=model.source, model=CHECKPOINTS) for name, model in study.models.items()}
     for problem in cross_reference_problems(study, arms, source):
         raise ConfigError(problem)
     return Study(config=study, arms=arms)
+
+
+def _graded_by_task(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the content of a study with the scorer of a task of lm-evaluation-harness, unless it names one."""
+    dataset, evaluation = config.get("dataset"), config.get("evaluation")
+    if not isinstance(dataset, Mapping) or dataset.get("source") != "lm_eval" or not isinstance(evaluation, Mapping):
+        return config
+    return {**config, "evaluation": {"primary_scorer": "task", **evaluation}}
 
 
 def load_study_file(path: Path) -> Study:

@@ -21,9 +21,12 @@ _EXPECTED = "True or False, or a pair of the answer (text or None) and True or F
 def graders_of(primary: Scorer | str, source_sha256: str | None = None) -> dict[str, Grader]:
     """Return what an evaluation grades with, by column name: the scorers of numbers, and its primary one.
 
-    Raises ConfigError if a function's source has not the digest with which the evaluation was planned.
+    A task of lm-evaluation-harness grades with the whole question (`HarnessTask`) and has no grader here. Raises
+    ConfigError if a function's source has not the digest with which the evaluation was planned.
     """
     of_numbers: dict[str, Grader] = {scorer: _scorer(scorer) for scorer in SCORERS}
+    if primary == "task":
+        return of_numbers
     return of_numbers | {scorer_column(primary): grader(primary, source_sha256)}
 
 

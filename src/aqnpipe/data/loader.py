@@ -23,11 +23,13 @@ from aqnpipe.config.dataset import (
     DatasetConfig,
     GeneratedDataset,
     HubDataset,
+    LmEvalDataset,
     LocalDataset,
     Split,
     StoredDataset,
 )
 from aqnpipe.data.generated import generate_problems, normalise_question
+from aqnpipe.data.harness_task import HarnessTask
 from aqnpipe.data.scoring import LETTERS, boxed_answer, extract_answer, normalise_number
 from aqnpipe.errors import DataError, first_line
 
@@ -48,6 +50,8 @@ def load_problems(config: DatasetConfig, split: Split) -> pl.DataFrame:
     number of rows, a question has two answers, or train and test share a question (compared over whole splits, ignoring
     case and repeated spaces).
     """
+    if isinstance(config, LmEvalDataset):
+        return _limit(HarnessTask.load(config).problems(), config, split)
     splits = {name: _read_split(config, name) for name in splits_of(config)}
     if split not in splits:
         raise DataError(f"{_name_of(config)}: a file has test questions alone, expected a folder with a file train.*")
@@ -72,6 +76,8 @@ def _name_of(config: DatasetConfig) -> str:
         return f"generated data set (seed {config.seed})"
     if isinstance(config, LocalDataset):
         return f"data set {config.path}"
+    if isinstance(config, LmEvalDataset):
+        return f"task {config.task}"
     return f"data set {config.hub_id} ({config.subset})"
 
 

@@ -45,13 +45,45 @@ _REFUSED = {
 }
 
 
+class NoisyHFLM(HFLM):
+    """The harness's Hugging Face model with noise and faults on every forward pass, and a recorder of both."""
+
+    noise: PassNoise
+
+    def begin_pass(self, noise: PassNoise) -> None:
+        """Start a pass under `noise`: its batches are numbered from 0, and its receipt begins empty."""
+        self.noise = noise
+        self._faults = noise.active_faults()
+        self._recorder = noise.recorder(len(decoder_layers(self.model)), num_rms_norms(self.model))
+        self._num_batches = 0
+
+    @property
+    def receipt(self) -> Receipt:
+        """Requested and measured noise so far; not checked."""
+        return self._recorder.receipt()
+
+    def _model_call(self, *args: Any, **kwargs: Any) -> Any:
+        with self._noisy_batch():
+            return super()._model_call(*args, **kwargs)
+
+    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._noisy_batch():
+            return super()._model_generate(*args, **kwargs)
+
+    @contextmanager
+    def _noisy_batch(self) -> Iterator[None]:
+        key = NoiseKey(seed=self.noise.noise_seed or 0, step=self._num_batches)
+        self._num_batches += 1
+        with phase_noise(self.model, self.noise, self.noise.phase, key, self._recorder, faults=self._faults):
+            yield
+
+
 @register_model("aqnpipe")
-class NoisyLM(HFLM):
+class NoisyLM(NoisyHFLM):
     """`--model aqnpipe --model_args pretrained=...,noise=0.05,noise_seed=0`, and what the model `hf` takes.
 
-    Every forward pass has the noise, and `receipt` what was measured. noise: standard deviation relative to each
-    element, 0 for none. noise_operators: `matmul` or `all`. noise_lm_head: whether the output projection has noise.
-    Weights are read from safetensors.
+    noise: standard deviation relative to each element, 0 for none. noise_operators: `matmul` or `all`. noise_lm_head:
+    whether the output projection has noise. Weights are read from safetensors.
     """
 
     def __init__(
@@ -74,29 +106,7 @@ class NoisyLM(HFLM):
         if self.world_size != 1:
             raise ConfigError(f"found {self.world_size} processes, expected one: noise is applied in one process")
         attention = noised_attention(self.model) if noise else "fused"
-        self.noise = noise_of(noise, noise_seed, noise_operators, noise_lm_head, attention)
-        self._recorder = self.noise.recorder(len(decoder_layers(self.model)), num_rms_norms(self.model))
-        self._num_batches = 0
-
-    @property
-    def receipt(self) -> Receipt:
-        """Requested and measured noise so far; not checked."""
-        return self._recorder.receipt()
-
-    def _model_call(self, *args: Any, **kwargs: Any) -> Any:
-        with self._noisy_batch():
-            return super()._model_call(*args, **kwargs)
-
-    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._noisy_batch():
-            return super()._model_generate(*args, **kwargs)
-
-    @contextmanager
-    def _noisy_batch(self) -> Iterator[None]:
-        key = NoiseKey(seed=self.noise.noise_seed or 0, step=self._num_batches)
-        self._num_batches += 1
-        with phase_noise(self.model, self.noise, self.noise.phase, key, self._recorder):
-            yield
+        self.begin_pass(noise_of(noise, noise_seed, noise_operators, noise_lm_head, attention))
 
     def set_cache_hook(self, cache_hook: Any) -> NoReturn:
         """Refuse `--use_cache`."""
