@@ -31,15 +31,8 @@ def folder(tmp_path_factory):
 
 
 def test_two_files_beyond_rounding_exit_with_3(folder, monkeypatch, capsys, tmp_path):
-    arguments = [
-        "parity",
-        folder / "gpu.capture",
-        folder / "npu.capture",
-        "--model",
-        "tiny",
-        "--json",
-        tmp_path / "p.json",
-    ]
+    outputs = ["--json", tmp_path / "p.json", "--html", tmp_path / "p.html"]
+    arguments = ["parity", folder / "gpu.capture", folder / "npu.capture", "--model", "tiny", *outputs]
     assert run(monkeypatch, *arguments) == 3
     shown = capsys.readouterr().out
     assert "different algorithm: 6 operators (attention)" in shown
@@ -47,6 +40,10 @@ def test_two_files_beyond_rounding_exit_with_3(folder, monkeypatch, capsys, tmp_
     file = read_json(tmp_path / "p.json", ParityFile)
     assert file.verdict == "different algorithm"
     assert file.substitution.alone[0].kinds == ("attention",)
+    page = (tmp_path / "p.html").read_text()
+    assert page.count("<svg") == 2
+    assert "http://" not in page
+    assert "https://" not in page
 
 
 def test_two_files_within_rounding_exit_with_0(folder, monkeypatch, capsys):

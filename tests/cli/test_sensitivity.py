@@ -4,10 +4,11 @@ import pytest
 from random_models import random_model_of
 from typer.testing import CliRunner
 
-from aqnpipe.artifacts.diagnoses import SensitivityFile
+from aqnpipe.artifacts.diagnoses import LayerSensitivity, SensitivityFile
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.main import app
 from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ModelError, StorageError
+from aqnpipe.report.sensitivity_chart import write_sensitivity_chart
 
 FEW = ("--texts", 3, "--noise-seeds", 1)
 
@@ -19,12 +20,12 @@ def aqnpipe(*arguments):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sensitivity")
-    result = aqnpipe("sensitivity", "tiny", *FEW, "--json", folder / "s.json")
+    result = aqnpipe("sensitivity", "tiny", *FEW, "--json", folder / "s.json", "--figure", folder / "s.svg")
     assert result.exit_code == 0, result.output
     return result, folder
 
 
-def test_table_and_file_cover_every_layer(measured):
+def test_table_file_and_picture_cover_every_layer(measured):
     result, folder = measured
     file = read_json(folder / "s.json", SensitivityFile)
     assert [layer.layer for layer in file.layers] == [0, 1, 2, 3, 4, 5, None]
@@ -32,6 +33,10 @@ def test_table_and_file_cover_every_layer(measured):
     assert file.accuracy is not None
     assert f"{file.layers[0].estimate:+.4f}" in result.stdout
     assert "output projection" in result.stdout
+    picture = (folder / "s.svg").read_text()
+    assert picture.startswith("<svg")
+    assert "increase of the loss" in picture
+    assert "change of the accuracy" in picture
 
 
 def test_sigmas_take_the_sensitivity_from_the_file(measured, tmp_path):
@@ -71,6 +76,8 @@ def without_tokenizer(tmp_path_factory):
         (["tiny", "--scale", "0"], ConfigError, "--scale: found 0, expected"),
         (["tiny", "--json", "nowhere/s.json"], StorageError, "--json: nowhere: found no such folder"),
         (["tiny", "--json", "."], StorageError, "--json .: found a folder"),
+        (["tiny", "--figure", "s.pdf"], ConfigError, "--figure s.pdf: found suffix '.pdf', expected .svg or .png"),
+        (["tiny", "--figure", "nowhere/s.svg"], StorageError, "--figure: nowhere: found no such folder"),
         (["tiny", "--device", "cuda:99"], ConfigError, "--device cuda:99: not usable here"),
         (
             ["tiny", "--data", "nowhere"],
@@ -97,3 +104,40 @@ def test_models_of_other_families_or_without_a_tokenizer_are_refused(without_tok
         result = aqnpipe("sensitivity", folder)
         assert isinstance(result.exception, ModelError), result.output
         assert message in str(result.exception)
+
+
+def test_picture_shows_a_single_text_without_accuracy_in_both_formats(tmp_path):
+    layers = [
+        LayerSensitivity(
+            layer=layer,
+            estimate=0.01,
+            loss_increase=-0.01,
+            loss_standard_error=None,
+            accuracy_change=None,
+            accuracy_standard_error=None,
+        )
+        for layer in (0, 1, None)
+    ]
+    file = SensitivityFile(
+        scale=0.1,
+        noise_seeds=(0,),
+        num_texts=1,
+        num_scored_tokens=3,
+        num_questions=0,
+        loss=1.0,
+        accuracy=None,
+        fragile_layers=(),
+        rank_correlation=None,
+        layers=tuple(layers),
+        untested=(),
+        model="a <b>",
+        data="x.txt",
+        device="cpu",
+        dtype="float32",
+        seconds=1.0,
+    )
+    for name in ("one.svg", "two.svg", "three.png"):
+        write_sensitivity_chart(tmp_path / name, file)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert "accuracy" not in (tmp_path / "one.svg").read_text()
+    assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")

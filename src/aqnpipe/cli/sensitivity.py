@@ -51,6 +51,7 @@ def sensitivity(
     dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
     attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
     json: Annotated[Path | None, typer.Option(help="write the result to this file")] = None,
+    figure: Annotated[Path | None, typer.Option(help="write a picture over depth to this .svg or .png file")] = None,
     threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")] = 1,
 ) -> None:
     """Measure which layers of a model are fragile: loss and accuracy with noise in one layer at a time.
@@ -66,10 +67,9 @@ def sensitivity(
     from aqnpipe.diagnosis import sensitivity as measurement
     from aqnpipe.diagnosis.api import device_label
     from aqnpipe.models.loading import load_tokenizer
+    from aqnpipe.report.sensitivity_chart import write_sensitivity_chart
 
-    refuse_level("--scale", scale)
-    if json is not None:
-        check_writable("--json", json)
+    _check_options(scale, json, figure)
     faults = tuple(parse_fault(spec) for spec in fault or ())
     target = usable_device(device)
     source = find_model(model, dtype, attention, random_weights=False)
@@ -99,8 +99,24 @@ def sensitivity(
     )
     if json is not None:
         write_json(json, file)
-        progress.print(f"written: {json}", soft_wrap=True)
+    if figure is not None:
+        write_sensitivity_chart(figure, file)
+    for path in (json, figure):
+        if path is not None:
+            progress.print(f"written: {path}", soft_wrap=True)
     _show(file)
+
+
+def _check_options(scale: float, json: Path | None, figure: Path | None) -> None:
+    """Raise ConfigError or StorageError for a scale out of range, or a file that cannot be written."""
+    from aqnpipe.report.sensitivity_chart import check_format
+
+    refuse_level("--scale", scale)
+    if json is not None:
+        check_writable("--json", json)
+    if figure is not None:
+        check_format(figure)
+        check_writable("--figure", figure)
 
 
 def _refuse_without_tokenizer(source: ModelSource) -> None:

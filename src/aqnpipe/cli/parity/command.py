@@ -123,6 +123,7 @@ def parity(
         ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="write the result to this file")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page with a picture over depth to this file")] = None,
     threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")] = 1,
     first: Annotated[
         str | None,
@@ -145,13 +146,15 @@ def parity(
     Exit code 0: they differ by rounding at most; 3: beyond rounding, or not shown to be within it; 2: the captures
     cannot be compared.
     """
-    from aqnpipe.artifacts.files import write_json
+    from aqnpipe.artifacts.files import write_json, write_text
+    from aqnpipe.cli.parity.page import page_of
     from aqnpipe.cli.parity.show import text_of
     from aqnpipe.parity.parity import parity_of
 
     _check_options(context, captures)
-    if json is not None:
-        check_writable("--json", json)
+    for option, path in (("--json", json), ("--html", html)):
+        if path is not None:
+            check_writable(option, path)
     with console_of(stderr=True).status("comparing"):
         if captures:
             from aqnpipe.parity.capture_file import read_capture
@@ -164,9 +167,12 @@ def parity(
         file = parity_of(pair[0], pair[1], None if model is None else lambda sides: _substituted(model, sides, threads))
     if json is not None:
         write_json(json, file)
+    if html is not None:
+        write_text(html, page_of(file))
     typer.echo("\n".join(text_of(file)))
-    if json is not None:
-        typer.echo(f"written: {json}", err=True)
+    for path in (json, html):
+        if path is not None:
+            typer.echo(f"written: {path}", err=True)
     raise typer.Exit(0 if file.verdict in WITHIN_ROUNDING else EXIT_BEYOND_ROUNDING)
 
 

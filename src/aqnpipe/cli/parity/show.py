@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from aqnpipe.artifacts.parities import SEVERITY, OperatorParity, ParityFile, Substitution
 from aqnpipe.cli.options import aligned
 
-_HEADINGS = (
+HEADINGS = (
     "operator",
     "layers",
     "verdict",
@@ -17,7 +17,7 @@ _HEADINGS = (
     "accumulated",
     "alone, nats",
 )
-_MEANINGS = (
+MEANINGS = (
     "own error: RMS on the same input, relative to the results; bias: mean in the same unit; ulps: in the coarser "
     "dtype; of bound: largest error over the forward error bounds; accumulated: in the sides' own passes, at the last "
     "layer; alone: RMS change of log-probabilities with the second side's operator in the first side's place."
@@ -33,19 +33,19 @@ def text_of(file: ParityFile) -> list[str]:
         "",
         f"{file.verdict}: {file.summary}",
         "",
-        *aligned([_HEADINGS, *_kind_rows(file)]),
-        _MEANINGS,
+        *aligned([HEADINGS, *kind_rows(file)]),
+        MEANINGS,
         "",
-        *_reasons(file),
-        *_log_probability_lines(file),
-        *_scale_lines(file),
+        *reasons(file),
+        *log_probability_lines(file),
+        *scale_lines(file),
     ]
     if file.substitution is not None:
-        lines += ["", *_substitution_lines(file.substitution)]
+        lines += ["", *substitution_lines(file.substitution)]
     return [*lines, *(["", *file.notes] if file.notes else [])]
 
 
-def _kind_rows(file: ParityFile) -> list[tuple[str, ...]]:
+def kind_rows(file: ParityFile) -> list[tuple[str, ...]]:
     """Return one row of cells per kind of operator, each with the worst of its layers."""
     alone = {row.kinds[0]: row.rms for row in file.substitution.alone} if file.substitution else {}
     return [_kind_row(kind, rows, alone.get(kind)) for kind, rows in _by_kind(file.operators).items()]
@@ -68,7 +68,7 @@ def _kind_row(kind: str, rows: Sequence[OperatorParity], alone: float | None) ->
     )
 
 
-def _reasons(file: ParityFile) -> list[str]:
+def reasons(file: ParityFile) -> list[str]:
     """Return why operators are beyond rounding, once for each kind and reason."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in file.operators:
@@ -86,7 +86,7 @@ def _layers(places: list[str]) -> str:
     return f" (layer{'s' if len(places) > 1 else ''} {shown})"
 
 
-def _log_probability_lines(file: ParityFile) -> list[str]:
+def log_probability_lines(file: ParityFile) -> list[str]:
     """Return the differences of the log-probabilities in words."""
     found = file.log_probabilities
     parts = [
@@ -101,7 +101,7 @@ def _log_probability_lines(file: ParityFile) -> list[str]:
     ]
 
 
-def _scale_lines(file: ParityFile) -> list[str]:
+def scale_lines(file: ParityFile) -> list[str]:
     """Return relative noise of 5 % on matrix products as a multiple of the measured difference; empty if it is zero."""
     products = [row.relative_rms for row in file.operators if row.is_product]
     typical = _median(products) if products else 0.0
@@ -113,7 +113,7 @@ def _scale_lines(file: ParityFile) -> list[str]:
     ]
 
 
-def _substitution_lines(found: Substitution) -> list[str]:
+def substitution_lines(found: Substitution) -> list[str]:
     """Return which operators explain the difference of the log-probabilities."""
     if not found.alone:
         return ["no operator of the second side changes a log-probability"]
@@ -123,7 +123,7 @@ def _substitution_lines(found: Substitution) -> list[str]:
     ]
     rows = [("operators", "RMS, nats", "explained")]
     rows += [
-        (_kinds(row.kinds), f"{row.rms:.2g}", _share_of(row.explained)) for row in (found.alone[0], *found.together)
+        (_kinds(row.kinds), f"{row.rms:.2g}", share_of(row.explained)) for row in (found.alone[0], *found.together)
     ]
     return [
         *lines,
@@ -133,7 +133,7 @@ def _substitution_lines(found: Substitution) -> list[str]:
     ]
 
 
-def _share_of(explained: float | None) -> str:
+def share_of(explained: float | None) -> str:
     """Return a share of the mean square in words; a negative one explains nothing."""
     return "" if explained is None else f"{100 * max(0.0, explained):.0f} %"
 
