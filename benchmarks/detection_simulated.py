@@ -54,7 +54,7 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import Fault
 from aqnpipe.data.loader import load_problems
 from aqnpipe.data.prompts import prompt_token_ids
-from aqnpipe.diagnosis.exact import ExactResult, run_exact
+from aqnpipe.diagnosis.exact_probes import ExactResult, run_exact
 from aqnpipe.diagnosis.scans import run_scans
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.models.layout import decoder_layers

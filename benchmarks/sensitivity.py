@@ -26,8 +26,8 @@ from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.data.loader import load_problems
 from aqnpipe.diagnosis.scans import run_scans
-from aqnpipe.diagnosis.scored_texts import ScoredText, summed_losses, text_batches, texts_of_problems
-from aqnpipe.diagnosis.sensitivity import rank_correlation, sensitivity
+from aqnpipe.diagnosis.sensitivity.layers import rank_correlation, sensitivity
+from aqnpipe.diagnosis.sensitivity.scored_texts import ScoredText, summed_losses, text_batches, texts_of_problems
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.models.loading import load_model, load_tokenizer, source_folder

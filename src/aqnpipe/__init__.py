@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .diagnosis.api import diagnose as diagnose
-    from .diagnosis.sensitivity import sensitivity as sensitivity
+    from .diagnosis.sensitivity.layers import sensitivity as sensitivity
     from .integrations.aqn_callback import AQNCallback as AQNCallback
     from .noise.noisy import noisy as noisy
     from .statistics.compare import compare as compare
@@ -24,7 +24,7 @@ _PUBLIC = {
     "compare": ".statistics.compare",
     "diagnose": ".diagnosis.api",
     "noisy": ".noise.noisy",
-    "sensitivity": ".diagnosis.sensitivity",
+    "sensitivity": ".diagnosis.sensitivity.layers",
 }
 """Public functions and classes by the module that defines them."""
 

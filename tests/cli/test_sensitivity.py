@@ -91,7 +91,9 @@ def without_tokenizer(tmp_path_factory):
 )
 def test_bad_input_is_one_line_before_any_work(arguments, error, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("aqnpipe.diagnosis.sensitivity.sensitivity", lambda *_, **__: pytest.fail("work has begun"))
+    monkeypatch.setattr(
+        "aqnpipe.diagnosis.sensitivity.layers.sensitivity", lambda *_, **__: pytest.fail("work has begun")
+    )
     result = aqnpipe("sensitivity", *arguments)
     assert isinstance(result.exception, error), result.output
     assert message in str(result.exception)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from decoder_families import tiny_model_of
 
-from aqnpipe.diagnosis.sequences import _sum_check, probe_sequences
+from aqnpipe.diagnosis.probes.sequences import _sum_check, probe_sequences
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites
 

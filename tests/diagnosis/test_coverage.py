@@ -8,9 +8,9 @@ from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.checks import Check
 from aqnpipe.diagnosis.coverage import untested_parts
 from aqnpipe.diagnosis.diagnose import diagnose_model, layer_metrics
-from aqnpipe.diagnosis.exact import elements_needed, run_exact
-from aqnpipe.diagnosis.norms import norm_gradient
-from aqnpipe.diagnosis.patterns import ProbeInputs
+from aqnpipe.diagnosis.exact_probes import elements_needed, run_exact
+from aqnpipe.diagnosis.probes.norms import norm_gradient
+from aqnpipe.diagnosis.probes.patterns import ProbeInputs
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.loading import load_model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.exact import run_exact
+from aqnpipe.diagnosis.exact_probes import run_exact
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.models.sites import site_module
 

@@ -7,8 +7,8 @@ import torch
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.config.noise import Fault
-from aqnpipe.diagnosis import linears, probes
-from aqnpipe.diagnosis.exact import run_exact, tokens_needed
+from aqnpipe.diagnosis.exact_probes import run_exact, tokens_needed
+from aqnpipe.diagnosis.probes import layers, linears
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers
@@ -292,14 +292,14 @@ def test_weights_state_and_hooks_are_restored_on_every_way_out(random_model, sto
 
 def test_test_weights_take_no_more_memory_than_one_layer(random_model, monkeypatch):
     model, sizes = random_model(), []
-    own = probes.substituted
+    own = layers.substituted
 
     def weighed(replacements):
         pairs = list(replacements)
         sizes.append(sum(tensor.numel() for _, tensor in pairs))
         return own(pairs)
 
-    monkeypatch.setattr(probes, "substituted", weighed)
+    monkeypatch.setattr(layers, "substituted", weighed)
     monkeypatch.setattr(linears, "substituted", weighed)
     run_exact(model, CONFIG)
     assert 0 < max(sizes) <= sum(parameter.numel() for parameter in decoder_layers(model)[0].parameters())

@@ -8,7 +8,7 @@ from decoder_families import tiny_model_of
 from random_models import random_mixture_of
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.exact import run_exact, tokens_needed
+from aqnpipe.diagnosis.exact_probes import run_exact, tokens_needed
 from aqnpipe.diagnosis.verdict import judge
 
 CONFIG = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.02, miss_probability=0.1)

@@ -5,7 +5,7 @@ import pytest
 
 from aqnpipe.artifacts.diagnoses import Finding, LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.exact import ExactResult
+from aqnpipe.diagnosis.exact_probes import ExactResult
 from aqnpipe.diagnosis.verdict import EXACT, STATISTICAL, judge
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from aqnpipe.artifacts.diagnoses import SensitivityFile
-    from aqnpipe.diagnosis.scored_texts import ScoredText
+    from aqnpipe.diagnosis.sensitivity.scored_texts import ScoredText
 
 
 def sensitivity(
@@ -64,8 +64,8 @@ def sensitivity(
     from aqnpipe.artifacts.diagnoses import SensitivityFile
     from aqnpipe.artifacts.files import write_json
     from aqnpipe.artifacts.hardware import read_hardware
-    from aqnpipe.diagnosis import sensitivity as measurement
     from aqnpipe.diagnosis.api import device_label
+    from aqnpipe.diagnosis.sensitivity import layers as measurement
     from aqnpipe.models.loading import load_tokenizer
     from aqnpipe.report.sensitivity_chart import write_sensitivity_chart
 
@@ -129,7 +129,7 @@ def _refuse_without_tokenizer(source: ModelSource) -> None:
 def _texts(data: str, number: int, tokenizer: Any) -> "list[ScoredText | str]":
     """Return at most `number` texts: test questions with gold solutions, or the lines of a text file."""
     from aqnpipe.data.loader import load_problems
-    from aqnpipe.diagnosis.scored_texts import texts_of_problems
+    from aqnpipe.diagnosis.sensitivity.scored_texts import texts_of_problems
 
     path = Path(data)
     if path.suffix == ".txt":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aqnpipe.diagnosis.reference import on_host
+from aqnpipe.diagnosis.probes.reference import on_host
 from aqnpipe.errors import ModelError
 
 OUTSIDE_LAYERS = -1

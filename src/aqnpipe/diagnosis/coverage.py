@@ -9,8 +9,8 @@ from torch import nn
 
 from aqnpipe.artifacts.diagnoses import Untested
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check
-from aqnpipe.diagnosis.ends_in_sequences import FINITE
-from aqnpipe.diagnosis.patterns import ProbeInputs
+from aqnpipe.diagnosis.probes.outer_modules_in_sequences import FINITE
+from aqnpipe.diagnosis.probes.patterns import ProbeInputs
 from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import LayerSites
 

@@ -16,7 +16,7 @@ from aqnpipe.config.fault_spec import format_fault
 from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.capture import NonFiniteOutputError
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES
-from aqnpipe.diagnosis.exact import ExactResult, run_exact
+from aqnpipe.diagnosis.exact_probes import ExactResult, run_exact
 from aqnpipe.diagnosis.scans import run_scans
 from aqnpipe.diagnosis.stored_weights import compare_with_file
 from aqnpipe.diagnosis.verdict import judge

@@ -25,7 +25,7 @@ Traces, which healthy layers almost never show. They decide if no exact probe ra
 
 Not detected: a bias (it repeats and leaves no trace); a clamp reached by only one value of a call (small magnitude,
 sparse channels); a dead zone below the smallest values; a spike rarer than one in the number of values tested; a fault
-that is equal in all layers; most faults inside a layer. The exact probes detect these (diagnosis/exact.py).
+that is equal in all layers; most faults inside a layer. The exact probes detect these (diagnosis/exact_probes.py).
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@
 
 All but published have the energy (sum of sigma^2 over layers) of the base sigma in every layer, so that a difference
 between arms is due to the place of the noise and not to its amount. Gain, kurtosis and instability describe the output
-of a layer; what noise in it costs is in the column sensitivity (diagnosis/sensitivity_estimate.py).
+of a layer; what noise in it costs is in the column sensitivity (diagnosis/sensitivity/first_order.py).
 
 The sensitivity c of a layer is the first-order estimate of what noise of 10 % in it adds to the loss. Since that grows
 with sigma squared, `sigma ~ 1/sqrt(c)` spreads the predicted damage equally over the layers: `robust_first`. The factor

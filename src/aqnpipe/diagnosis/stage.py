@@ -23,8 +23,8 @@ from aqnpipe.data.examples import choose_examples
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import RequestedDevice, resolve_device, torch_device
 from aqnpipe.diagnosis.diagnose import diagnose_model
-from aqnpipe.diagnosis.scored_texts import ScoredText, texts_of_problems
-from aqnpipe.diagnosis.sensitivity_estimate import with_sensitivity
+from aqnpipe.diagnosis.sensitivity.first_order import with_sensitivity
+from aqnpipe.diagnosis.sensitivity.scored_texts import ScoredText, texts_of_problems
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError, ModelError
 from aqnpipe.models.loading import load_model, load_tokenizer, weights_sha256

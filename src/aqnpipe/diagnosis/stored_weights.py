@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
-from aqnpipe.diagnosis.experts import EXPERT_SITE
+from aqnpipe.diagnosis.probes.experts import EXPERT_SITE
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers, is_norm, layer_of
 from aqnpipe.models.loading import load_model, stored_tensors

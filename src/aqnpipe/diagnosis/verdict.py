@@ -12,8 +12,8 @@ from scipy import stats
 from aqnpipe.artifacts.diagnoses import Finding, LocatedFault, Verdict
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS
-from aqnpipe.diagnosis.exact import ExactResult
-from aqnpipe.diagnosis.reference import operand_bits
+from aqnpipe.diagnosis.exact_probes import ExactResult
+from aqnpipe.diagnosis.probes.reference import operand_bits
 
 MIN_LAYERS = 4
 """With fewer layers, the median over layers is not robust against a fault in one of them."""

@@ -18,7 +18,7 @@ from types import FrameType
 from aqnpipe.artifacts.diagnoses import DeviceReport, Outcome
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.diagnose.worker import Order
-from aqnpipe.diagnosis.repetition import INTERRUPTED
+from aqnpipe.diagnosis.device_runs import INTERRUPTED
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 _MODULE = "aqnpipe.cli.diagnose.worker"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from aqnpipe.diagnosis.repetition import RunsOfDevice
+    from aqnpipe.diagnosis.device_runs import RunsOfDevice
 
 _SECONDS_BETWEEN_TEMPERATURES = 30.0
 
@@ -82,7 +82,7 @@ def _diagnose(order: Order, stop: Stop) -> None:
     import torch
 
     from aqnpipe.artifacts.hardware import read_hardware
-    from aqnpipe.diagnosis.repetition import RunsOfDevice
+    from aqnpipe.diagnosis.device_runs import RunsOfDevice
 
     device = usable_device(order.device)
     torch.set_num_threads(order.config.threads)
@@ -106,7 +106,7 @@ def _repeat(order: Order, model: "nn.Module", runs: "RunsOfDevice", stop: Stop) 
 
 def _run(order: Order, model: "nn.Module", runs: "RunsOfDevice", thermometer: "Thermometer", stop: Stop) -> None:
     from aqnpipe.diagnosis.api import diagnose, random_prompts
-    from aqnpipe.diagnosis.repetition import config_of_run, prompt_tokens_of_run, record_of
+    from aqnpipe.diagnosis.device_runs import config_of_run, prompt_tokens_of_run, record_of
 
     config, length = config_of_run(order.config, runs.count), prompt_tokens_of_run(runs.count)
     text = None if runs.count else word_problems(order.model, config.num_prompts, next(model.parameters()).device)

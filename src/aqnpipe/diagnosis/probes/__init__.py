@@ -1,0 +1,1 @@
+"""Probes of a device: operands with known answers, run through the modules of a model."""

@@ -1,0 +1,411 @@
+"""The experts of a mixture one by one, with known answers.
+
+In transformers the experts of a layer are one module with the weights of all in two three-dimensional parameters. It
+is called with the experts of every token given, so that each expert meets its own tokens: the first half of a token's
+experts is a turn through all of them, the others have a factor of 0. Up and down projection of every expert select
+other channels, and the gate is where the activation is the identity, so that the output is known up to a few roundings
+of the core.
+
+The router has known answers, too: its logits, the experts that it chooses, and their shares. A router scores experts by
+the softmax of its logits, or by their sigmoid if it has a bias that corrects the choice. It may choose groups of
+experts first. The host makes the same choice in float64. Tokens whose choice a rounding could change are left out of
+that comparison, by the margin on the host, so a device never decides what is compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.diagnosis.checks import Check, compare
+from aqnpipe.diagnosis.probes.patterns import (
+    accumulating_operands,
+    cancelling_operands,
+    mantissas,
+    running_operands,
+    selection,
+    selection_weight,
+)
+from aqnpipe.diagnosis.probes.reference import (
+    FEW_ROWS,
+    FLOAT32_EPS,
+    LEAST_ROWS,
+    PRODUCT_BITS,
+    full_mantissas,
+    mantissa_bits,
+    substituted,
+)
+from aqnpipe.error_bounds import TWO_ROUNDINGS, few_roundings, sum_bound
+
+EXPERT_SITE = "experts"
+
+_OPENING = {torch.float16: 16.0}
+_WIDE_OPENING = 128.0
+"""Gate at which silu and gelu are the identity."""
+_TOKENS_PER_EXPERT = 8
+_SHARE_BITS = 8
+_BLOCK = 4
+"""Inputs of one cancelling sum; see `cancelling_operands`."""
+_LEAST_TERMS = 8
+
+ROUTER_SITE = "router"
+_ROUTER_ROWS = (LEAST_ROWS, 96, *FEW_ROWS)
+"""Numbers of tokens of a call; kernels are chosen by it."""
+_SPANS_OF_LOGITS = (16.0, 4.0, 1.0)
+"""Differences of the largest and the smallest logit of a token."""
+_CLEAR = 2.0**-18
+"""Relative difference of two scores that no rounding in float32 bridges: a sigmoid, the bias, and a sum of two."""
+_NUM_SUMMED = 32
+_LEAST_INPUTS = 8
+_BIAS_BITS = 8
+
+
+def experts_of(layer: nn.Module) -> nn.Module | None:
+    """Return the module of all experts of a layer; None without grouped weights of gate, up and down projection."""
+    for module in layer.modules():
+        shapes = [getattr(getattr(module, name, None), "ndim", 0) for name in ("gate_up_proj", "down_proj")]
+        if shapes == [3, 3] and _is_plain(module):
+            return module
+    return None
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Tokens [tokens, hidden], the expert that each is for, its choices and their shares [tokens, experts of a token].
+
+    `number` is that of each token among those that were drawn. `index` starts with the own expert, which is the only
+    one with a share in `alone`. `shares` are those of all.
+    """
+
+    number: Tensor
+    x: Tensor
+    own: Tensor
+    index: Tensor
+    alone: Tensor
+    shares: Tensor
+
+    def rows(self, count: int) -> "_Batch":
+        """Return the first `count` tokens; more than there are repeat them."""
+        chosen = torch.arange(count) % len(self.x)
+        parts = (self.number, self.x, self.own, self.index, self.alone, self.shares)
+        return _Batch(*(part[chosen] for part in parts))
+
+
+def probe_experts(module: nn.Module, layer: int, top_k: int, generator: torch.Generator) -> list[Check]:
+    """Return one check per expert, at the sites `experts.0`, `experts.1` and so on, and one of the sum at `experts`."""
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        return []
+    count, hidden, width = down.shape
+    batch = _drawn_batch(count, hidden, top_k, gate_up.dtype, generator)
+    up = [_turned(selection(width, hidden, skip=1), expert) for expert in range(count)]
+    shown_up = torch.stack([_gate_and_up(chosen, signs, gate_up) for chosen, signs in up])
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    sums = []
+    for turn in range(-(-width // hidden)):  # every channel between the projections reaches an output
+        picked = [_turned(_slice_of_selection(hidden, width, turn), expert) for expert in range(count)]
+        shown_down = torch.stack([selection_weight(chosen, signs, down[0]) for chosen, signs in picked])
+        answers = torch.stack([_answers(batch.x, *chosen) for chosen in zip(up, picked, strict=True)])
+        calls = [batch] if turn else [batch.rows(count) for count in _numbers_of_rows(len(batch.x))]
+        with substituted([(gate_up, shown_up), (down, shown_down)]):
+            for call in calls:
+                results.append((call.own, answers[call.own, call.number], _run(module, down, call, call.alone)))
+                if top_k > 1 and turn == 0:
+                    terms = answers[call.index.T, call.number] * call.shares.T.unsqueeze(-1)
+                    sums.append(_sum_check(layer, terms, _run(module, down, call, call.shares)))
+    return _checks_by_expert(layer, count, results) + sums + _accumulators(module, layer, batch, generator)
+
+
+def _accumulators(module: nn.Module, layer: int, batch: _Batch, generator: torch.Generator) -> list[Check]:
+    """Return one check per projection of sums that a narrow accumulator gets wrong; one weight serves all experts.
+
+    The gate reads the first channel, and the sums the channels behind the first block of four. Those of the up
+    projection are copied by the down projection. Those of the down projection are of channels that the up projection
+    copies, in whole blocks of four: a kernel may split a sum between blocks.
+    """
+    down = module.get_parameter("down_proj")
+    _, hidden, width = down.shape
+    num_inputs, dtype = hidden - _BLOCK, down.dtype
+    terms = min(width, num_inputs) // _BLOCK * _BLOCK
+    if terms < _LEAST_TERMS:
+        return []
+    copied, signs = selection(hidden, width)
+    x, weight, answer, allowed = accumulating_operands(_TOKENS_PER_EXPERT, width, num_inputs, dtype, generator)
+    calls = [(x, weight, selection_weight(copied, signs, down[0]), answer[:, copied] * signs, allowed)]
+    # Each term has passed the activation, whose last bits in float32 are free: larger terms would hide what is lost.
+    kind = torch.bfloat16 if dtype == torch.float32 else dtype
+    x, of_down, answer, allowed = accumulating_operands(_TOKENS_PER_EXPERT, hidden, terms, kind, generator)
+    allowed = (0.0 if dtype == torch.float32 else allowed) + 4 * FLOAT32_EPS * x.abs().sum(1, keepdim=True)
+    blocks = torch.arange(terms // _BLOCK) * (width // _BLOCK) // (terms // _BLOCK)
+    channels = (blocks.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK)).flatten()
+    weight = torch.zeros(width, num_inputs, dtype=torch.float64)
+    weight[channels, torch.arange(terms)] = 1.0
+    spread = torch.zeros(hidden, width, dtype=torch.float64)
+    spread[:, channels] = of_down
+    padded = torch.nn.functional.pad(x, (0, num_inputs - terms))
+    calls.append((padded, weight, spread.to(down), answer, allowed))
+    return [_accumulator_check(module, layer, batch, *operands) for operands in calls]
+
+
+def _accumulator_check(
+    module: nn.Module, layer: int, batch: _Batch, x: Tensor, weight: Tensor, down: Tensor, answer: Tensor, free: Tensor
+) -> Check:
+    """Run every expert on tokens `x` with the up projection `weight` and compare with `answer`, of one expert each."""
+    gate_up, own = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+    opening = _OPENING.get(own.dtype, _WIDE_OPENING)
+    shown = torch.zeros(gate_up.shape[1:], dtype=torch.float64)
+    shown[: len(weight), 0] = opening
+    shown[len(weight) :, _BLOCK:] = weight / opening
+    token = batch.number // len(own)
+    first = torch.zeros(len(x), _BLOCK, dtype=torch.float64)
+    first[:, 0] = 1.0
+    fed = replace(batch, x=torch.cat([first, x], 1)[token])
+    every = [(gate_up, shown.to(gate_up).repeat(len(own), 1, 1)), (own, down.repeat(len(own), 1, 1))]
+    with substituted(every):
+        observed = _run(module, own, fed, fed.alone)
+    wanted = answer[token]
+    allowed = few_roundings(wanted, observed.dtype) + free[token]
+    return compare("experts", layer, EXPERT_SITE, wanted, observed, allowed=allowed)
+
+
+def _drawn_batch(count: int, hidden: int, top_k: int, dtype: torch.dtype, generator: torch.Generator) -> _Batch:
+    """Return tokens with full mantissas, some for each of `count` experts; their first channel is 1, for the gate."""
+    bits = min(mantissa_bits(dtype), PRODUCT_BITS)
+    x = full_mantissas((_TOKENS_PER_EXPERT * count, hidden), bits, generator)
+    x[:, 0] = 1.0
+    number = torch.arange(len(x))
+    own = number % count
+    index = torch.stack([(own + turn) % count for turn in range(top_k)], dim=1)
+    alone = torch.zeros(len(x), top_k, dtype=torch.float64)
+    alone[:, 0] = 1.0
+    return _Batch(number, x, own, index, alone, _drawn_shares(len(x), top_k, generator))
+
+
+def _numbers_of_rows(num_tokens: int) -> tuple[int, ...]:
+    """Return numbers of tokens of a call: kernels are chosen by it, and on some devices experts have a capacity."""
+    return (num_tokens, *FEW_ROWS, LEAST_ROWS) if num_tokens < LEAST_ROWS else (num_tokens, *FEW_ROWS)
+
+
+def _run(module: nn.Module, like: Tensor, batch: _Batch, share: Tensor) -> Tensor:
+    """Return the output of the experts for a batch, in the dtype and on the device of `like`."""
+    output: Tensor = module(batch.x.to(like), batch.index.to(like.device), share.to(like))
+    return output.cpu()
+
+
+def _checks_by_expert(layer: int, count: int, results: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Check]:
+    """Return one check per expert of `results`, which are own expert, right and observed output of every token."""
+    own, expected, observed = (torch.cat(part) for part in zip(*results, strict=True))
+    checks = []
+    for expert in range(count):
+        wanted, seen = expected[own == expert], observed[own == expert]
+        site = f"{EXPERT_SITE}.{expert}"
+        checks.append(compare("experts", layer, site, wanted, seen, allowed=few_roundings(wanted, seen.dtype)))
+    return checks
+
+
+def _answers(x: Tensor, up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the output of an expert for every token, from the selections that its projections make."""
+    (chosen, signs), (below, of_down) = up, down
+    return x[:, chosen[below]] * signs[below] * of_down
+
+
+def _sum_check(layer: int, terms: Tensor, observed: Tensor) -> Check:
+    """Compare the sum over the experts of a token with `terms` [experts of a token, tokens, channels]."""
+    magnitudes, dtype = terms.abs().sum(0), observed.dtype
+    # Every product and every addition may be rounded to the dtype.
+    allowed = few_roundings(magnitudes, dtype) + (1 + len(terms)) * torch.finfo(dtype).eps / 2 * magnitudes
+    return compare("experts", layer, EXPERT_SITE, terms.sum(0), observed, allowed=allowed)
+
+
+def _drawn_shares(num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
+    """Return shares [tokens, experts of a token] of 8 significant bits, from 1/16 to 1, float64."""
+    shares = full_mantissas((num_tokens, top_k), _SHARE_BITS, generator).abs() / 2
+    return shares * 2.0 ** -torch.randint(0, 4, shares.shape, generator=generator).double()
+
+
+def _gate_and_up(chosen: Tensor, signs: Tensor, like: Tensor) -> Tensor:
+    """Return the weight [gate and up, hidden] of an expert whose gate is constant, like one of those of `like`."""
+    opening = _OPENING.get(like.dtype, _WIDE_OPENING)
+    first = torch.zeros(len(chosen), dtype=torch.long)
+    constant = torch.full((len(chosen),), opening, dtype=torch.float64)
+    return selection_weight(torch.cat([first, chosen]), torch.cat([constant, signs / opening]), like[0])
+
+
+def _slice_of_selection(out_features: int, in_features: int, turn: int) -> tuple[Tensor, Tensor]:
+    """Return a selection of `out_features` inputs; over all turns every input is selected."""
+    chosen, signs = selection(max(out_features, in_features), in_features)
+    rows = (torch.arange(out_features) + turn * out_features) % len(chosen)
+    return chosen[rows], signs[rows]
+
+
+def _turned(selected: tuple[Tensor, Tensor], by: int) -> tuple[Tensor, Tensor]:
+    """Return a selection whose choices are moved by some rows, so that no two experts have the same."""
+    return selected[0].roll(by), selected[1]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether gate and up rows lie one after the other and nothing is added: not so in GPT-OSS."""
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        return False
+    shapes_fit = gate_up.shape[1] == 2 * down.shape[2] and gate_up.shape[2] == down.shape[1]
+    return shapes_fit and not hasattr(module, "gate_up_proj_bias")
+
+
+def router_of(layer: nn.Module) -> nn.Module | None:
+    """Return the router of a layer: a module named gate or router whose weight has a row per expert."""
+    for path, module in layer.named_modules():
+        weight = getattr(module, "weight", None)
+        if path.rsplit(".", 1)[-1] in ("gate", "router") and isinstance(weight, nn.Parameter) and weight.ndim == 2:
+            return module
+    return None
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Treatment of a router's logits. `bias` corrects the scores of the choice but not the shares."""
+
+    bias: Tensor | None
+    num_groups: int
+    kept_groups: int
+    is_normalised: bool
+    factor: float
+
+
+def probe_router(module: nn.Module, layer: int, generator: torch.Generator) -> list[Check]:
+    """Return the checks of a router: its logits, the experts that it chooses for them, their shares, and its sums.
+
+    Row e of the weight copies channel e, so a token has the logits that it carries, distinct and with full mantissas.
+    No check where it returns anything but logits, shares and experts of every token, or has more experts than inputs.
+    """
+    weight = module.get_parameter("weight")
+    count, hidden = weight.shape
+    if count > hidden:
+        return []
+    logits = _drawn_logits(count, min(mantissa_bits(weight.dtype), PRODUCT_BITS), generator)
+    settings = _settings(module, count, generator)
+    identity = selection_weight(torch.arange(count), torch.ones(count, dtype=torch.float64), weight)
+    checks: list[Check] = []
+    for rows in _ROUTER_ROWS:
+        x = torch.zeros(rows, hidden, dtype=torch.float64)
+        x[:, :count] = logits[:rows]
+        output = _run_router(module, identity, settings.bias, x)
+        if output is None:
+            return []
+        seen, shares, chosen = output
+        checks += [
+            compare("router", layer, ROUTER_SITE, logits[:rows], seen),
+            _choice_check(layer, logits[:rows], chosen, settings),
+            _shares_check(layer, logits[:rows], chosen, shares, settings),
+        ]
+    return checks + _sum_checks(module, layer, settings, generator)
+
+
+def _settings(module: nn.Module, count: int, generator: torch.Generator) -> _Settings:
+    """Return the settings of a router, with a test bias: positive, for masked groups may have a score of 0."""
+    bias = getattr(module, "e_score_correction_bias", None)
+    if isinstance(bias, Tensor):
+        drawn = mantissas((count,), _BIAS_BITS, generator) * 2.0 ** -torch.randint(2, 5, (count,), generator=generator)
+        bias = drawn.to(bias.dtype)
+    return _Settings(
+        bias=bias,
+        num_groups=int(getattr(module, "num_group", 1) or 1),
+        kept_groups=int(getattr(module, "topk_group", 1) or 1),
+        is_normalised=bool(getattr(module, "norm_topk_prob", True)),  # Mixtral has no such setting and normalises
+        factor=float(getattr(module, "routed_scaling_factor", 1.0) or 1.0),
+    )
+
+
+def _run_router(
+    module: nn.Module, weight: Tensor, bias: Tensor | None, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return on the host the logits, shares and experts of tokens `x`; None if the output is of another form."""
+    own: Tensor = module.get_parameter("weight")
+    replaced = [(own, weight)]
+    for name, shown in (("bias", None), ("e_score_correction_bias", bias)):
+        extra = getattr(module, name, None)
+        if isinstance(extra, Tensor):
+            replaced.append((extra, torch.zeros_like(extra) if shown is None else shown.to(extra)))
+    with substituted(replaced):
+        output = module(x.to(own.device, own.dtype))
+    if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(part, Tensor) for part in output):
+        return None
+    logits, shares, chosen = (part.detach().cpu() for part in output)
+    if logits.shape != (len(x), len(own)) or shares.shape != chosen.shape or chosen.is_floating_point():
+        return None
+    return logits, shares, chosen.long()
+
+
+def _drawn_logits(count: int, bits: int, generator: torch.Generator) -> Tensor:
+    """Return logits [tokens, experts]: distinct numbers of `bits` bits, close together or far apart."""
+    ranks = torch.rand(max(_ROUTER_ROWS), count, generator=generator).argsort(-1)
+    moved = torch.rand(ranks.shape, generator=generator, dtype=torch.float64) - 0.5
+    moved *= 0.5 if count <= 2 ** (bits - 4) else 0.0  # with more experts, rounding would make two of them equal
+    spans = torch.tensor(_SPANS_OF_LOGITS, dtype=torch.float64)[torch.arange(len(ranks)) % len(_SPANS_OF_LOGITS)]
+    logits = (ranks - count / 2 + 0.5 + moved) * (spans / count).unsqueeze(1)
+    unit = torch.ldexp(torch.ones_like(logits), torch.frexp(logits).exponent - bits)
+    return (logits / unit).round() * unit
+
+
+def _choice_check(layer: int, logits: Tensor, chosen: Tensor, settings: _Settings) -> Check:
+    """Compare the chosen experts of every token with those of the host, in any order, where the choice is clear."""
+    count = logits.shape[-1]
+    scores = _scores(logits, settings)
+    is_clear = torch.ones(len(logits), dtype=torch.bool)
+    if settings.bias is not None:
+        scores = scores + settings.bias.double()
+    if settings.num_groups > 1:
+        grouped = scores.unflatten(-1, (settings.num_groups, -1))
+        kept, is_clear = _largest(grouped.topk(2, -1).values.sum(-1), settings.kept_groups)
+        scores = torch.where(kept.unsqueeze(-1), grouped, -torch.inf).flatten(1)
+    wanted, is_clear_too = _largest(scores, chosen.shape[-1])
+    is_clear = is_clear & is_clear_too
+    # An expert that does not exist equals none, and one chosen twice counts once.
+    found = (chosen.unsqueeze(-1) == torch.arange(count)).any(1)
+    return compare("router", layer, ROUTER_SITE, wanted[is_clear].double(), found[is_clear].double())
+
+
+def _scores(logits: Tensor, settings: _Settings) -> Tensor:
+    return logits.softmax(-1) if settings.bias is None else logits.sigmoid()
+
+
+def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return which `count` scores of each row are the largest, and for which rows this is clear."""
+    ordered, order = scores.sort(-1, descending=True)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[:, :count], True)
+    if count >= scores.shape[-1]:
+        return chosen, torch.ones(len(scores), dtype=torch.bool)
+    last, next_one = ordered[:, count - 1], ordered[:, count]
+    return chosen, last - next_one > _CLEAR * last.abs()
+
+
+def _shares_check(layer: int, logits: Tensor, chosen: Tensor, shares: Tensor, settings: _Settings) -> Check:
+    """Compare the shares of the chosen experts with their scores, as they are or with sum 1."""
+    number_format = torch.finfo(shares.dtype)
+    eps = 0.0 if shares.dtype == torch.float32 else number_format.eps
+    wanted = _scores(logits, settings).gather(1, chosen.clamp(0, logits.shape[-1] - 1))
+    if settings.is_normalised:
+        wanted = wanted / wanted.sum(-1, keepdim=True)
+    wanted = wanted * settings.factor
+    allowed = (16 * FLOAT32_EPS + TWO_ROUNDINGS * eps) * wanted + number_format.tiny
+    return compare("router", layer, ROUTER_SITE, wanted, shares, allowed=allowed)
+
+
+def _sum_checks(module: nn.Module, layer: int, settings: _Settings, generator: torch.Generator) -> list[Check]:
+    """Compare logits that are sums of many products, which a narrow accumulator gets wrong."""
+    weight = module.get_parameter("weight")
+    count, hidden = weight.shape
+    if hidden < _LEAST_INPUTS:
+        return []
+    checks = []
+    for make in (cancelling_operands, running_operands):
+        x, test_weight, expected = make(_NUM_SUMMED, count, hidden, weight.dtype, generator)
+        output = _run_router(module, test_weight.to(weight), settings.bias, x)
+        if output is None:
+            return []
+        allowed = None
+        if make is running_operands and output[0].dtype != torch.float32:  # parts of a split sum may be rounded
+            allowed = sum_bound(x.abs() @ test_weight.abs().T, hidden, output[0].dtype)
+        checks.append(compare("router", layer, ROUTER_SITE, expected, output[0], allowed=allowed))
+    return checks

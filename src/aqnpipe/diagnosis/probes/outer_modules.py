@@ -1,0 +1,172 @@
+"""Probes of the modules before and after the decoder layers: embedding, norms outside the layers, and lm_head."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
+from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
+from aqnpipe.diagnosis.probes.patterns import accumulating_operands, selection, selection_weight
+from aqnpipe.diagnosis.probes.reference import (
+    FLOAT32_EPS,
+    PRODUCT_BITS,
+    full_mantissas,
+    mantissa_bits,
+    substituted,
+    zero_bias,
+)
+from aqnpipe.error_bounds import TWO_ROUNDINGS
+from aqnpipe.models.layout import decoder_layers, is_norm, output_projection
+from aqnpipe.seeding import keyed_generator
+
+_NUM_TOKENS = 32
+_ROWS_AT_ONCE = 8192
+_LARGEST_SUM = {torch.bfloat16: 2**8, torch.float16: 2**11}
+"""Integers up to here are exact in the dtype, in which healthy kernels may hold the partial sums of a split sum."""
+
+
+_ROWS = (1, 4, 8, 97, 512)
+"""Rows of one sequence with which lm_head runs: a token, few, and as many as in a prefill."""
+_LAST_OF = (4, 3)
+"""Sequences and tokens of which lm_head reads the last token of each alone, as in generation: rows with gaps."""
+_LEAST_SWEEPS = 6
+"""Calls of a norm: a fault that strikes some calls is missed as seldom as at the sites of layers."""
+
+
+def probe_outer_modules(model: nn.Module, seed: int, *, is_known: bool = True, num_elements: int = 1) -> list[Check]:
+    """Return the checks of embedding, norms outside the decoder layers, and lm_head; all rows of both tables.
+
+    Every channel of a norm and of lm_head has `num_elements` values or more.
+
+    Of a model that is not `is_known`, embeddings and norms of classes of their own are left out.
+    lm_head takes a test weight of its own size for the duration of a call.
+    """
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    like = embedding.weight
+    generator = keyed_generator("cpu", seed, "diagnosis.ends")
+    checks = _embedding(embedding) if is_known or type(embedding) is nn.Embedding else []
+    for site, module in outer_norms(model).items():
+        if is_known or type(module) is nn.LayerNorm:
+            checks += _sweeps(module, site, like, generator, num_elements)
+            checks += norm_gradient(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
+    head = output_projection(model)
+    if isinstance(head, nn.Linear):
+        checks += [*_selecting(head, generator, num_elements - _NUM_TOKENS), _summing(head, generator)]
+        checks.append(_accumulating(head, generator))
+    return checks
+
+
+def _sweeps(module: nn.Module, site: str, like: Tensor, generator: torch.Generator, num_elements: int) -> list[Check]:
+    """Sweep a norm until it had all its values; none of one without a known epsilon."""
+    checks: list[Check] = []
+    while len(checks) < _LEAST_SWEEPS or sum(check.elements_per_channel for check in checks) < num_elements:
+        found = norm_sweep(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
+        if not found:
+            break
+        checks += found
+    return checks
+
+
+def outer_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the norms outside the decoder layers by site: `final_norm` if there is one, else their own names."""
+    inside = set(decoder_layers(model).modules())
+    found = {path: module for path, module in model.named_modules() if module not in inside and is_norm(module)}
+    return {"final_norm" if len(found) == 1 else path: module for path, module in found.items()}
+
+
+def changed_logits(raw: Tensor, setting: str, number: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return float64 logits behind a cap or a factor, and the roundings that are allowed for each value.
+
+    A product is rounded once. A capped logit is rounded three times: the quotient, its tanh, and the product; tanh is
+    off by some units of float32.
+    """
+    rounding, format = torch.finfo(dtype).eps / 2, torch.finfo(dtype)
+    if setting == "logit_scale":
+        answer = raw * number
+        return answer, (rounding + FLOAT32_EPS) * answer.abs() + format.tiny
+    quotient = raw / number
+    capped = torch.tanh(quotient)
+    of_tanh = (1 - capped**2) * quotient.abs() * rounding + capped.abs() * (rounding + 4 * FLOAT32_EPS)
+    answer = number * capped
+    return answer, TWO_ROUNDINGS * (number * of_tanh + rounding * answer.abs()) + format.tiny
+
+
+def looked_up(module: nn.Module, ids: Tensor) -> Tensor:
+    """Return on the host what an embedding has to output for `ids`: rows of its weight, times its scale."""
+    weight: Tensor = module.weight.detach()  # type: ignore[operator]
+    wanted, places = ids.cpu().unique(return_inverse=True)
+    rows = torch.stack([weight[row].cpu() for row in wanted.tolist()])
+    return _scaled(module, rows)[places]
+
+
+def _scaled(module: nn.Module, rows: Tensor) -> Tensor:
+    scale = getattr(module, "embed_scale", None)
+    return rows if scale is None else rows * torch.as_tensor(scale).cpu().to(rows.dtype)
+
+
+def _embedding(module: nn.Module) -> list[Check]:
+    """Look up every row and compare it with the weight in memory, copied to the host."""
+    weight = module.weight
+    if not isinstance(weight, Tensor):
+        return []
+    checks = []
+    for rows in torch.arange(weight.shape[0]).split(_ROWS_AT_ONCE):
+        expected = _scaled(module, weight.detach()[rows[0] : rows[-1] + 1].cpu())
+        observed = module(rows.to(weight.device).unsqueeze(1)).squeeze(1)
+        checks.append(compare("embedding", OUTSIDE_LAYERS, "embedding", expected.double(), observed))
+    return checks
+
+
+def _selecting(head: nn.Linear, generator: torch.Generator, num_elements: int) -> Iterator[Check]:
+    """Run lm_head with outputs that each copy one input, times a factor; both have full mantissas as far as exact.
+
+    It runs with single tokens, sequences and the last tokens of sequences, until every channel had `num_elements`
+    values.
+    """
+    dtype, device = head.weight.dtype, head.weight.device
+    bits = min(mantissa_bits(dtype), PRODUCT_BITS)
+    chosen, _ = selection(head.out_features, head.in_features)
+    factors = full_mantissas((head.out_features,), bits, generator)
+    more = -(-max(num_elements - _NUM_TOKENS - sum(_ROWS), 0) // _ROWS[-1])
+    shapes = [(_NUM_TOKENS, 1), *((1, rows) for rows in _ROWS + more * _ROWS[-1:])]
+    with substituted([(head.weight, selection_weight(chosen, factors, head.weight)), *zero_bias(head)]):
+        for shape in shapes:
+            x = full_mantissas((*shape, head.in_features), bits, generator)
+            yield compare("head", OUTSIDE_LAYERS, "lm_head", _products(x, chosen, factors), head(x.to(device, dtype)))
+        x = full_mantissas((*_LAST_OF, head.in_features), bits, generator)
+        expected = _products(x[:, -1:], chosen, factors)
+        yield compare("head", OUTSIDE_LAYERS, "lm_head", expected, head(x.to(device, dtype)[:, -1:]))
+
+
+def _products(x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+    """Return what a selecting lm_head outputs; exact, for a product has twice PRODUCT_BITS at most."""
+    return x[..., chosen].float() * factors.float()
+
+
+def _summing(head: nn.Linear, generator: torch.Generator) -> Check:
+    """Run lm_head on integers whose sums are exact in any order: the weight is the outer product of two vectors."""
+    dtype, device = head.weight.dtype, head.weight.device
+    rows, columns = _signs(head.out_features, generator), _signs(head.in_features, generator)
+    num_terms = min(head.in_features, _LARGEST_SUM.get(dtype, 2**24))
+    order = torch.rand(_NUM_TOKENS, head.in_features, generator=generator).argsort(-1)
+    x = torch.where(order < num_terms, 1.0, 0.0) * _signs(head.in_features, generator)
+    weight = rows.to(device, dtype).unsqueeze(1) * columns.to(device, dtype)
+    with substituted([(head.weight, weight), *zero_bias(head)]):
+        observed = head(x.unsqueeze(1).to(device, dtype))
+    return compare("head", OUTSIDE_LAYERS, "lm_head", (x @ columns).unsqueeze(1) * rows, observed)
+
+
+def _accumulating(head: nn.Linear, generator: torch.Generator) -> Check:
+    """Run lm_head on sums that a narrow accumulator gets wrong; the weight is one row with both signs."""
+    dtype, device = head.weight.dtype, head.weight.device
+    x, first, answer, allowed = accumulating_operands(_NUM_TOKENS, 1, head.in_features, dtype, generator)
+    rows = _signs(head.out_features, generator)
+    weight = rows.to(device, dtype).unsqueeze(1) * first.to(device, dtype)
+    with substituted([(head.weight, weight), *zero_bias(head)]):
+        observed = head(x.unsqueeze(1).to(device, dtype))
+    return compare("head", OUTSIDE_LAYERS, "lm_head", answer * rows, observed, allowed=allowed)
+
+
+def _signs(count: int, generator: torch.Generator) -> Tensor:
+    return 1 - 2 * torch.randint(0, 2, (count,), generator=generator).double()

@@ -1,0 +1,198 @@
+"""The repeat probe: a layer run several times on one input.
+
+A device may add in another order in every call (atomics, stream-K), so repeats of a sum agree within the forward error
+bound. Where two runs of a layer got different inputs at a site, their outputs there are not compared.
+
+The probes that showed a fault that looks random run once more, too, on the same operands. Values that are wrong by
+changing amounts look like noise, and few wrong values like spikes, also where the cause is a narrow accumulator or one
+entry of a table. Only a second run with the same operands tells them apart.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aqnpipe.artifacts.diagnoses import LocatedFault
+from aqnpipe.diagnosis.checks import Check, compare, differs
+from aqnpipe.diagnosis.probes.trace import Step, Trace, steps, tracing
+from aqnpipe.error_bounds import few_roundings, gamma, linear_bound
+from aqnpipe.models.sites import LayerSites
+
+_RANDOM = ("noise", "spike")
+
+
+@dataclass
+class Repeats:
+    """Checks of repeated runs and the trace of the first; `reordered` sites differed within the bound of their sum."""
+
+    checks: list[Check]
+    trace: Trace
+    reordered: list[str] = field(default_factory=list)
+
+
+def repeat(layer: int, sites: LayerSites, hidden: Tensor, kwargs: dict[str, Any], num_runs: int) -> Repeats:
+    """Run the layer `num_runs` times on one input; steps with equal sources must have equal outputs.
+
+    The expected output is the element-wise median of the runs. Every output must be finite where its sources are.
+    """
+    traces = []
+    for _ in range(num_runs):
+        with tracing(sites) as trace:
+            call_layer(sites.layer, hidden, kwargs)
+        traces.append(trace)
+    runs = [steps(trace) for trace in traces]
+    repeats = Repeats([], traces[0])
+    opaque: list[Check] = []
+    for i in range(len(runs[0])):
+        of_site = [run[i] for run in runs]
+        repeats.checks += _not_finite(layer, sites, of_site)
+        check = _repeated(layer, sites, of_site, repeats.reordered)
+        (opaque if _is_opaque(sites, of_site[0].site) else repeats.checks).append(check)
+    # What happens inside a mixture or an adapted linear is not seen, so its sums have no bound of their own.
+    repeats.checks += [
+        Check("repeat", layer, c.site, c.num_channels, 0, None) if repeats.reordered else c for c in opaque
+    ]
+    return repeats
+
+
+def call_layer(module: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Call a layer or attention and return its hidden states, which may be the first element of a tuple."""
+    output = module(hidden_states=hidden, **kwargs)
+    tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
+
+
+def _repeated(layer: int, sites: LayerSites, runs: Sequence[Step], reordered: list[str]) -> Check:
+    site, first = runs[0].site, runs[0].output
+    num_channels, calls = first.shape[-1], len(runs)
+    if all(torch.equal(first, run.output) for run in runs[1:]):
+        return Check("repeat", layer, site, num_channels, calls * first[..., 0].numel(), None, calls)
+    usual_sources = [_median([run.sources[i] for run in runs]) for i in range(len(runs[0].sources))]
+    comparable = [
+        run.output
+        for run in runs
+        if all(not differs(usual, own).any() for usual, own in zip(usual_sources, run.sources, strict=True))
+    ]
+    calls = len(comparable)
+    if calls < 2:
+        return Check("repeat", layer, site, num_channels, 0, None, 0)
+    usual = _median(comparable)
+    allowed = _allowed(sites, runs[0], usual)
+    bound = None if allowed is None else torch.cat([allowed.expand(usual.shape)] * calls)
+    check = compare("repeat", layer, site, torch.cat([usual] * calls), torch.cat(comparable), calls, allowed=bound)
+    if check.mismatch is None and any(differs(usual, output).any() for output in comparable):
+        reordered.append(site)
+    return check
+
+
+def _allowed(sites: LayerSites, step: Step, usual: Tensor) -> Tensor | None:
+    """Return how far two runs of a step may be apart: twice the error bound of its sum; None if it sums nothing."""
+    if step.site in sites.linears:
+        module = sites.linears[step.site]
+        return 2 * linear_bound(step.sources[0], module.weight, module.bias)
+    if step.site in sites.norms:
+        return 2 * few_roundings(usual, usual.dtype)
+    return 2 * _attention_bound(sites, step) if step.site == "attention_core" else None
+
+
+def _attention_bound(sites: LayerSites, step: Step) -> Tensor:
+    """Return the bound of attention: scores off by d change a softmax by a factor up to exp(2*d) - 1.
+
+    Scores are rounded to the dtype and no larger than the norms of queries and keys, here of all heads together.
+    """
+    largest = max(float(source.double().abs().max()) for source in step.sources)
+    norms = sorted(float(source.double().norm(dim=-1).max()) for source in step.sources)
+    scale = float(getattr(sites.attention, "scaling", 1.0) or 1.0)
+    eps = torch.finfo(step.output.dtype).eps
+    off = min(scale * norms[-1] * norms[-1] * (eps + gamma(step.sources[0].shape[-1])), 1.0)
+    share = torch.expm1(torch.tensor(2 * off, dtype=torch.float64)) + gamma(step.output.shape[1]) + 4 * eps
+    return largest * share
+
+
+def _is_opaque(sites: LayerSites, site: str) -> bool:
+    """Return whether the site has sums inside that are no sites themselves: experts, or linears with an adapter."""
+    if site == "attention_output":
+        return "o_proj" not in sites.linears
+    if site == "mlp_output":
+        return "down_proj" not in dict(sites.mlp.named_children())
+    return site in sites.adapted
+
+
+def _not_finite(layer: int, sites: LayerSites, runs: Sequence[Step]) -> list[Check]:
+    """Return a check for the first run whose output has NaN or infinity although its sources have none."""
+    for run in runs:
+        finite = run.output.isfinite()
+        if finite.all() or not all(bool(source.isfinite().all()) for source in run.sources):
+            continue
+        if not _may_overflow(sites, run):
+            expected = torch.where(finite, run.output, 0)
+            return [compare("finite", layer, run.site, expected, run.output)]
+    return []
+
+
+def _may_overflow(sites: LayerSites, step: Step) -> bool:
+    """Return whether a correct result can exceed the largest number of the dtype, as in float16 with outliers."""
+    largest = torch.finfo(step.output.dtype).max
+    if step.site in sites.linears:
+        module = sites.linears[step.site]
+        return bool(linear_bound(step.sources[0], module.weight, module.bias).max() > largest * 2.0**-12)
+    tops = [float(source.double().abs().max()) for source in step.sources]
+    return max(tops) ** 2 > largest or sum(tops) > largest
+
+
+def _median(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).median(0).values if len(tensors) > 1 else tensors[0]
+
+
+@dataclass
+class Part:
+    """A part of a diagnosis that has run, and can run again with the same operands, which it does once at most."""
+
+    run: Callable[[], list[Check]]
+    checks: list[Check] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Run the probes."""
+        self.checks = self.run()
+
+    @cached_property
+    def second_run(self) -> list[Check]:
+        """The checks of a second run."""
+        return self.run()
+
+
+def without_false_noise(fault: LocatedFault, layer: int, parts: Sequence[Part]) -> LocatedFault:
+    """Return a noise or a spike in `layer` as of type other if every part that showed it shows the same again."""
+    if fault.type not in _RANDOM:
+        return fault
+    showing = [part for part in parts if _wrong(part.checks, layer, fault.site)]
+    same = all(_are_equal(*(_wrong(found, layer, fault.site) for found in (p.checks, p.second_run))) for p in showing)
+    return as_repeated(fault, "the same in a second run") if showing and same else fault
+
+
+def as_repeated(fault: LocatedFault, words: str) -> LocatedFault:
+    """Return a fault that was taken for a random one as one that is not."""
+    unclassified = {"type": "other", "magnitude": None, "magnitude_low": None, "magnitude_high": None}
+    return fault.model_copy(update={**unclassified, "evidence": f"{fault.evidence}; {words}"})
+
+
+def _wrong(checks: Sequence[Check], layer: int, site: str) -> list[Check]:
+    return [check for check in checks if check.mismatch and (check.layer, check.site) == (layer, site)]
+
+
+def _are_equal(first: Sequence[Check], second: Sequence[Check]) -> bool:
+    """Return whether two runs have the same wrong values at the same places."""
+    if len(first) != len(second):
+        return False
+    pairs = [(own.mismatch, other.mismatch) for own, other in zip(first, second, strict=True)]
+    return all(
+        a is not None
+        and b is not None
+        and torch.equal(a.channels, b.channels)
+        and torch.equal(a.observed.nan_to_num(nan=torch.inf), b.observed.nan_to_num(nan=torch.inf))
+        for a, b in pairs
+    )

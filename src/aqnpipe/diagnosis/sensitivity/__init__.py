@@ -1,0 +1,1 @@
+"""Sensitivity of layers to noise: the damage that noise in one layer does to scored texts."""
