@@ -1,13 +1,18 @@
-"""`aqnpipe score`: counts, disagreements, and errors that name the line."""
+"""`aqnpipe score`: counts, disagreements, evaluations of a study, and errors that name the line."""
 
 import json
 from pathlib import Path
 
+import polars as pl
 import pytest
 from typer.testing import CliRunner
 
+from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.files import write_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.cli.main import app
-from aqnpipe.cli.score import read_transcripts, score_transcripts
+from aqnpipe.cli.score import read_evaluation, read_transcripts, score_transcripts
+from aqnpipe.data.scoring import SCORERS
 from aqnpipe.errors import ConfigError, DataError
 
 LINES = [
@@ -33,9 +38,10 @@ def run(*arguments):
 
 def test_every_scorer_counts_by_hand(transcripts):
     scored = json.loads(run(transcripts, "--json").stdout)
-    assert (scored["responses"], scored["truncated"]) == (4, 2)
-    assert {result["scorer"]: (result["correct"], result["parse_failures"]) for result in scored["scorers"]} == COUNTS
-    assert {result["scorer"]: result["accuracy"] for result in scored["scorers"]} == {
+    (group,) = scored["groups"]
+    assert (scored["responses"], group["truncated"]) == (4, 2)
+    assert {result["scorer"]: (result["correct"], result["parse_failures"]) for result in group["scorers"]} == COUNTS
+    assert {result["scorer"]: result["accuracy"] for result in group["scorers"]} == {
         scorer: right / 4 for scorer, (right, _) in COUNTS.items()
     }
     assert [(pair["scorer"], pair["same"]) for pair in scored["agreement"]] == [("strict", 3), ("last_number", 4)]
@@ -58,7 +64,7 @@ def test_the_table_says_the_same(transcripts):
 def test_truncation_is_unknown_unless_every_line_says(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in [*LINES, {"response": "1", "gold_answer": 1}]))
-    assert score_transcripts("t", read_transcripts(path)).truncated is None
+    assert score_transcripts("t", read_transcripts(path)).groups[0].truncated is None
     assert "cut off: unknown" in run(path).stdout
 
 
@@ -121,9 +127,48 @@ def test_files_that_hold_nothing_are_refused(tmp_path):
         read_transcripts(tmp_path)
 
 
-def test_an_evaluation_has_its_grades_already(tmp_path):
-    with pytest.raises(DataError, match=r"step1\.parquet: found an evaluation, which has the grades of its scorers"):
-        run(tmp_path / "step1.parquet")
+@pytest.fixture
+def evaluation(tmp_path):
+    table = tmp_path / "results" / "eval" / "base" / "E5" / "seed0" / "step10.parquet"
+    rows = [("a", 0.0, 0), ("b", 0.0, 0), ("a", 0.1, 0), ("b", 0.1, 0), ("a", 0.1, 1), ("b", 0.1, 1)]
+    content = pl.DataFrame(rows, schema=["question_id", "noise_level", "noise_seed"], orient="row").select(
+        pl.all(),
+        pl.lit(0, pl.Int64).alias("sample"),
+        pl.Series("response", ["#### 1", "#### 2", "1", "#### 2", "#### 9", ""]),
+        *(pl.lit(None, pl.String).alias(f"answer_{scorer}") for scorer in SCORERS),
+        *(pl.lit(False).alias(f"correct_{scorer}") for scorer in SCORERS),
+        pl.lit(3, pl.Int64).alias("response_tokens"),
+        pl.Series("finish_reason", ["stop"] * 4 + ["length"] * 2),
+    )
+    write_table(table, content, EvaluationTable)
+    problems = pl.DataFrame({"question_id": ["a", "b"], "question": ["?", "??"], "answer": ["", ""]})
+    problems = problems.with_columns(gold_answer=pl.Series(["1", "2"]))
+    write_table(tmp_path / "results" / "data" / "test.parquet", problems, ProblemTable)
+    return table
+
+
+def test_an_evaluation_is_scored_again_pass_by_pass(evaluation):
+    groups = score_transcripts("e", read_evaluation(evaluation, None)).groups
+    assert [(group.name, group.responses, group.truncated) for group in groups] == [
+        ("noise 0 seed 0", 2, 0),
+        ("noise 0.1 seed 0", 2, 0),
+        ("noise 0.1 seed 1", 2, 2),
+    ]
+    assert [(group.scorers[0].correct, group.scorers[0].parse_failures) for group in groups] == [(2, 0), (1, 1), (0, 1)]
+    assert run(evaluation).exit_code == 0
+
+
+def test_questions_that_are_missing_are_named(evaluation, tmp_path, transcripts):
+    problems = evaluation.parents[4] / "data" / "test.parquet"
+    moved = problems.rename(tmp_path / "elsewhere.parquet")
+    with pytest.raises(DataError, match="give their file as --problems"):
+        read_evaluation(evaluation, None)
+    assert len(read_evaluation(evaluation, moved)) == 6
+    write_table(moved, pl.read_parquet(moved).head(1), ProblemTable)
+    with pytest.raises(DataError, match="question b is not in"):
+        read_evaluation(evaluation, moved)
+    with pytest.raises(DataError, match="contains its own gold answers"):
+        run(transcripts, "--problems", Path(moved))
 
 
 def test_scorers_of_texts_and_functions_are_applied_beside_those_of_numbers(own_module):
@@ -135,7 +180,7 @@ def test_scorers_of_texts_and_functions_are_applied_beside_those_of_numbers(own_
     with pytest.raises(DataError, match="gold answer 'rose' is not a number"):
         run("t.jsonl", "--scorer", "strict")
     scored = json.loads(run("t.jsonl", "--scorer", starts, "--scorer", "text", "--json").stdout)
-    counts = {result["scorer"]: result["correct"] for result in scored["scorers"]}
+    counts = {result["scorer"]: result["correct"] for result in scored["groups"][0]["scorers"]}
     assert (counts[starts], counts["text"], counts["strict"]) == (2, 1, 0)
 
 

@@ -1,7 +1,8 @@
-"""`aqnpipe score`: apply every scorer to the stored responses of a JSON Lines file."""
+"""`aqnpipe score`: apply every scorer to the stored responses of a JSON Lines file or of an evaluation."""
 
 import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
@@ -24,9 +25,10 @@ HARNESS_COUNTERPARTS: Mapping[Scorer, Scorer] = {"strict": "harness_strict", "la
 
 
 class Transcript(NamedTuple):
-    """A stored response. `place` is its place in the file."""
+    """A stored response. `place` is its place in the file, `group` its pass, "" if there is only one."""
 
     place: str
+    group: str
     question_id: str | None
     gold_answer: str
     response: str
@@ -57,6 +59,15 @@ class ScorerResult(FrozenModel):
     parse_failures: int
 
 
+class GroupResult(FrozenModel):
+    """Scores of a pass. `truncated`: responses cut off at the token limit, null unless known for every response."""
+
+    name: str
+    responses: int
+    truncated: int | None
+    scorers: tuple[ScorerResult, ...]
+
+
 class FoundAnswer(FrozenModel):
     """The answer that a scorer found in a response, null for none, and whether it is correct."""
 
@@ -82,12 +93,11 @@ class Agreement(FrozenModel):
 
 
 class ScoredFile(FrozenModel):
-    """Output of `aqnpipe score --json`. `truncated`: responses that were cut off; null unless known for every one."""
+    """Output of `aqnpipe score --json`."""
 
     file: str
     responses: int
-    truncated: int | None
-    scorers: tuple[ScorerResult, ...]
+    groups: tuple[GroupResult, ...]
     agreement: tuple[Agreement, ...]
     disagreements: tuple[Disagreement, ...]
 
@@ -96,9 +106,14 @@ def score(
     transcripts: Annotated[
         Path,
         typer.Argument(
-            help="JSON Lines file with response, gold_answer (or answer) and optionally question_id and finish_reason",
+            help="JSON Lines file with response, gold_answer (or answer) and optionally question_id and "
+            "finish_reason, or an evaluation of a study (.parquet)",
         ),
     ],
+    problems: Annotated[
+        Path | None,
+        typer.Option(help="questions of an evaluation; default: data/test.parquet in its results folder"),
+    ] = None,
     scorer: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,8 +126,13 @@ def score(
     """Score stored responses with every scorer and list the responses on which scorers disagree."""
     custom = custom_graders(scorer or ())
     if transcripts.suffix == ".parquet":
-        raise DataError(f"{transcripts}: found an evaluation, which has the grades of its scorers; expected JSON Lines")
-    rows = read_transcripts(transcripts, numbers_only=custom.keys() <= {*NUMBER_SCORERS})
+        rows = read_evaluation(transcripts, problems)
+    elif problems is not None:
+        raise DataError(
+            f"--problems {problems}: {transcripts} is not a .parquet file and contains its own gold answers"
+        )
+    else:
+        rows = read_transcripts(transcripts, numbers_only=custom.keys() <= {*NUMBER_SCORERS})
     scored = score_transcripts(str(transcripts), rows, custom)
     typer.echo(scored.model_dump_json(indent=2) if json else "\n".join(_lines(scored)))
 
@@ -134,7 +154,7 @@ def read_transcripts(path: Path, *, numbers_only: bool = True) -> list[Transcrip
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file, expected JSON Lines") from error
+        raise DataError(f"{path}: no such file, expected JSON Lines, or an evaluation (.parquet)") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     found = [
@@ -147,30 +167,61 @@ def read_transcripts(path: Path, *, numbers_only: bool = True) -> list[Transcrip
     return found
 
 
+def read_evaluation(path: Path, problems: Path | None) -> list[Transcript]:
+    """Read an evaluation of a study; DataError if it or the gold answer of a question is missing."""
+    import polars as pl
+
+    from aqnpipe.artifacts.evaluations import EvaluationTable
+    from aqnpipe.artifacts.files import read_table
+    from aqnpipe.artifacts.problems import ProblemTable
+
+    table = read_table(path, EvaluationTable)
+    if problems is None:
+        # results/eval/<model>/<arm>/seed<S>/step<N>.parquet
+        parents = path.resolve().parents
+        problems = parents[min(4, len(parents) - 1)] / "data" / "test.parquet"
+        if not problems.is_file():
+            raise DataError(f"{path}: found no questions at {problems}, give their file as --problems")
+    golds = read_table(problems, ProblemTable).select("question_id", "gold_answer")
+    joined = table.join(golds, on="question_id", how="left", maintain_order="left")
+    unknown = joined.filter(pl.col("gold_answer").is_null())
+    if not unknown.is_empty():
+        raise DataError(f"{path}: question {unknown['question_id'][0]} is not in {problems}")
+    return [
+        Transcript(
+            place=f"noise {row['noise_level']:g} seed {row['noise_seed']} sample {row['sample']}",
+            group=f"noise {row['noise_level']:g} seed {row['noise_seed']}",
+            question_id=row["question_id"],
+            gold_answer=row["gold_answer"],
+            response=row["response"],
+            truncated=row["finish_reason"] == "length",
+        )
+        for row in joined.sort("noise_level", "noise_seed", "sample", maintain_order=True).iter_rows(named=True)
+    ]
+
+
 def score_transcripts(
     name: str, transcripts: Sequence[Transcript], custom: Mapping[str, Grader] = MappingProxyType({})
 ) -> ScoredFile:
-    """Return the results of every scorer on `transcripts`; `custom`: graders applied beside the scorers of numbers."""
+    """Return the results of every scorer on `transcripts`, in which the members of a group are consecutive.
+
+    custom: graders by name, applied beside the scorers of numbers.
+    """
     graders = {scorer: grader(scorer) for scorer in SCORERS} | dict(custom)
     graded = [
         {scorer: grade(transcript.response, transcript.gold_answer) for scorer, grade in graders.items()}
         for transcript in transcripts
     ]
-    cut = [transcript.truncated for transcript in transcripts]
-    counts = {scorer: tally([row[scorer] for row in graded]) for scorer in graders}
+    groups = []
+    for group, members in groupby(range(len(transcripts)), key=lambda index: transcripts[index].group):
+        indices = list(members)
+        groups.append(
+            _group_result(group, [transcripts[index] for index in indices], [graded[index] for index in indices])
+        )
     return ScoredFile(
         file=name,
         responses=len(transcripts),
-        truncated=None if None in cut else sum(map(bool, cut)),
-        scorers=tuple(
-            ScorerResult(
-                scorer=scorer,
-                correct=count.correct,
-                accuracy=count.correct / len(transcripts),
-                parse_failures=count.parse_failures,
-            )
-            for scorer, count in counts.items()
-        ),
+        groups=tuple(groups),
         agreement=tuple(
             Agreement(scorer=ours, harness=theirs, same=sum(row[ours].correct == row[theirs].correct for row in graded))
             for ours, theirs in HARNESS_COUNTERPARTS.items()
@@ -205,6 +256,7 @@ def _transcript(line: bytes, where: str, number: int, numbers_only: bool) -> Tra
         raise DataError(f"{where}: gold answer {gold[:40]!r} is not a number; other answers need --scorer")
     return Transcript(
         place=f"line {number}",
+        group="",
         # JSON may contain half a surrogate pair, which cannot be printed.
         question_id=None
         if content.question_id is None
@@ -212,6 +264,25 @@ def _transcript(line: bytes, where: str, number: int, numbers_only: bool) -> Tra
         gold_answer=gold,
         response=content.response,
         truncated=None if content.finish_reason is None else content.finish_reason == "length",
+    )
+
+
+def _group_result(name: str, members: Sequence[Transcript], graded: Sequence[Mapping[str, Graded]]) -> GroupResult:
+    cut = [transcript.truncated for transcript in members if transcript.truncated is not None]
+    counts = {scorer: tally([row[scorer] for row in graded]) for scorer in graded[0]}
+    return GroupResult(
+        name=name,
+        responses=len(members),
+        truncated=sum(cut) if len(cut) == len(members) else None,
+        scorers=tuple(
+            ScorerResult(
+                scorer=scorer,
+                correct=count.correct,
+                accuracy=count.correct / len(members),
+                parse_failures=count.parse_failures,
+            )
+            for scorer, count in counts.items()
+        ),
     )
 
 
@@ -230,13 +301,15 @@ def _disagreements(transcripts: Sequence[Transcript], graded: Sequence[Mapping[s
 
 
 def _lines(scored: ScoredFile) -> Iterator[str]:
-    width = max(18, *(len(result.scorer) + 1 for result in scored.scorers))
-    cut = "unknown" if scored.truncated is None else str(scored.truncated)
-    yield f"{scored.file}: {scored.responses} responses, cut off: {cut}"
-    yield f"  {'scorer':<{width}}{'correct':>8}{'%':>8}{'no answer':>12}"
-    for result in scored.scorers:
-        counts = f"{result.correct:>8}{100 * result.accuracy:>8.1f}{result.parse_failures:>12}"
-        yield f"  {result.scorer:<{width}}{counts}"
+    width = max(18, *(len(result.scorer) + 1 for group in scored.groups for result in group.scorers))
+    for group in scored.groups:
+        cut = "unknown" if group.truncated is None else str(group.truncated)
+        name = f", {group.name}" if group.name else ""
+        yield f"{scored.file}{name}: {group.responses} responses, cut off: {cut}"
+        yield f"  {'scorer':<{width}}{'correct':>8}{'%':>8}{'no answer':>12}"
+        for result in group.scorers:
+            counts = f"{result.correct:>8}{100 * result.accuracy:>8.1f}{result.parse_failures:>12}"
+            yield f"  {result.scorer:<{width}}{counts}"
     for pair in scored.agreement:
         yield f"{pair.scorer} and {pair.harness} agree on {pair.same} of {scored.responses}"
     yield f"responses on which scorers disagree: {len(scored.disagreements)}"
