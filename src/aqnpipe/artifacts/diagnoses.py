@@ -11,6 +11,7 @@ import pandera.polars as pa
 from pydantic import Field
 
 from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.files import Table
 from aqnpipe.artifacts.hardware import Hardware
 from aqnpipe.config.diagnosis import DiagnosisMethod
 from aqnpipe.config.noise import LayerSigmas
@@ -25,7 +26,7 @@ Outcome = Literal["healthy", "fault", "abstain", "error"]
 """The verdict on a device; error if it could not be diagnosed at all."""
 
 
-class LayerTable(pa.DataFrameModel):
+class LayerTable(Table):
     """results/srdd/<model>/<machine>/layers.parquet: one decoder layer per row, each layer run by itself.
 
     - instability: mean over prompts of std(out_i - out_0), absolute.
@@ -55,11 +56,6 @@ class LayerTable(pa.DataFrameModel):
     pile_up: float = pa.Field(ge=0)
     sensitivity: float = pa.Field(ge=0, nullable=True)
     role: str = pa.Field(isin=["healthy", "source", "sat_prop"])
-
-    class Config:
-        """No other columns are allowed."""
-
-        strict = True
 
 
 class Finding(Artifact):

@@ -13,10 +13,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pandera.polars as pa
@@ -122,6 +122,18 @@ def write_table(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameMode
     buffer = io.BytesIO()
     validated.write_parquet(buffer, compression="zstd", statistics=True, metadata={"checksum": CHECKSUM_PLACEHOLDER})
     _write_with_checksum(target, buffer.getvalue())
+
+
+def write_table_and_csv(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> None:
+    """Write a table as parquet, and as CSV beside it for other tools."""
+    write_table(target, table, schema)
+    write_csv(target.with_suffix(".csv"), table)
+
+
+def table_of(rows: Iterable[Mapping[str, Any]], schema: type[pa.DataFrameModel]) -> pl.DataFrame:
+    """Return rows as a table with the columns of a schema, not validated; what a row lacks is null."""
+    types = {name: column.dtype.type for name, column in schema.to_schema().columns.items()}
+    return pl.DataFrame([{name: row.get(name) for name in types} for row in rows], schema=types)
 
 
 def write_csv(target: Path, table: pl.DataFrame) -> None:

@@ -117,14 +117,14 @@ def score(
     scorer: Annotated[
         list[str] | None,
         typer.Option(
-            help="a further scorer: verl_strict, boxed, letter, text, or a custom module:function, run with your "
+            help="another scorer: verl_strict, boxed, letter, text, or a custom module:function, run with your "
             "rights; may be repeated"
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Score stored responses with every scorer and list the responses on which scorers disagree."""
-    further = further_graders(scorer or ())
+    custom = custom_graders(scorer or ())
     if transcripts.suffix == ".parquet":
         rows = read_evaluation(transcripts, problems)
     elif problems is not None:
@@ -132,12 +132,12 @@ def score(
             f"--problems {problems}: {transcripts} is not a .parquet file and contains its own gold answers"
         )
     else:
-        rows = read_transcripts(transcripts, numbers_only=further.keys() <= {*NUMBER_SCORERS})
-    scored = score_transcripts(str(transcripts), rows, further)
+        rows = read_transcripts(transcripts, numbers_only=custom.keys() <= {*NUMBER_SCORERS})
+    scored = score_transcripts(str(transcripts), rows, custom)
     typer.echo(scored.model_dump_json(indent=2) if json else "\n".join(_lines(scored)))
 
 
-def further_graders(scorers: Sequence[str]) -> dict[str, Grader]:
+def custom_graders(scorers: Sequence[str]) -> dict[str, Grader]:
     """Return the graders of scorers and functions by name; ConfigError for one that is unknown or cannot be used."""
     found: dict[str, Grader] = {}
     for name in scorers:
@@ -201,13 +201,13 @@ def read_evaluation(path: Path, problems: Path | None) -> list[Transcript]:
 
 
 def score_transcripts(
-    name: str, transcripts: Sequence[Transcript], further: Mapping[str, Grader] = MappingProxyType({})
+    name: str, transcripts: Sequence[Transcript], custom: Mapping[str, Grader] = MappingProxyType({})
 ) -> ScoredFile:
     """Return the results of every scorer on `transcripts`, in which the members of a group are consecutive.
 
-    further: graders by name, applied beside the scorers of numbers.
+    custom: graders by name, applied beside the scorers of numbers.
     """
-    graders = {scorer: grader(scorer) for scorer in SCORERS} | dict(further)
+    graders = {scorer: grader(scorer) for scorer in SCORERS} | dict(custom)
     graded = [
         {scorer: grade(transcript.response, transcript.gold_answer) for scorer, grade in graders.items()}
         for transcript in transcripts

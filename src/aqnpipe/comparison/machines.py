@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 
 from aqnpipe.artifacts.comparisons import MachineDifferenceTable
-from aqnpipe.artifacts.files import read_json, write_csv, write_table
+from aqnpipe.artifacts.files import read_json, table_of, write_table_and_csv
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.contrasts import Checkpoint, RefusedError, checkpoint_name, refuse_bad_evaluation
 from aqnpipe.comparison.evaluations import LoadedEvaluation, load_evaluations
@@ -43,10 +42,7 @@ def compare_machines(plan: StudyPlan, output: Path) -> None:
     for machine in settings.evaluation.machines:
         there = load_evaluations(existing_evaluations(plan.on(machine)), scorer, alpha)
         rows += ({"machine": machine} | row for row in _rows_of_machine(plan, here, there))
-    schema = {name: column.dtype.type for name, column in MachineDifferenceTable.to_schema().columns.items()}
-    table = pl.DataFrame(rows, schema=schema)
-    write_table(output, table, MachineDifferenceTable)
-    write_csv(output.with_suffix(".csv"), table)
+    write_table_and_csv(output, table_of(rows, MachineDifferenceTable), MachineDifferenceTable)
 
 
 def _rows_of_machine(

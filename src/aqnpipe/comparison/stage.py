@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pandera.polars as pa
 import polars as pl
 
 from aqnpipe.artifacts.comparisons import (
@@ -23,7 +22,15 @@ from aqnpipe.artifacts.comparisons import (
     LookFile,
     RobustnessTable,
 )
-from aqnpipe.artifacts.files import read_json, read_table, write_csv, write_json, write_table
+from aqnpipe.artifacts.files import (
+    read_json,
+    read_table,
+    table_of,
+    write_csv,
+    write_json,
+    write_table,
+    write_table_and_csv,
+)
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.runs import RunRecord
@@ -146,19 +153,21 @@ def compare(
     compared_pairs = contrasts_at_looks(study, loaded, looks) or contrasts.of_all(study.comparisons())
     rows, claims, families = judge_all(compared_pairs, settings, study, decided)
     accuracy = (
-        pl.concat([evaluation.accuracy for evaluation in loaded.values()]) if loaded else _table([], AccuracyTable)
+        pl.concat([evaluation.accuracy for evaluation in loaded.values()]) if loaded else table_of([], AccuracyTable)
     )
     names = study.config.evaluation.noise_names()
     if names:
         accuracy = accuracy.with_columns(
             pl.col("noise_level").replace_strict(names, default=None, return_dtype=pl.String).alias("noise")
         )
-    _write(outputs.accuracy, accuracy.sort("model", "arm", "seed", "step", "noise_level"), AccuracyTable)
-    compared = _table(rows, ComparisonTable)
+    write_table_and_csv(outputs.accuracy, accuracy.sort("model", "arm", "seed", "step", "noise_level"), AccuracyTable)
+    compared = table_of(rows, ComparisonTable)
     write_table(outputs.comparisons, compared, ComparisonTable)
     write_csv(outputs.comparisons.with_suffix(".csv"), _with_reasons(compared, claims))
-    _write(outputs.robustness, _table(_robustness_rows(study, contrasts), RobustnessTable), RobustnessTable)
-    _write(outputs.differences, _table(difference_rows(study, contrasts), DifferenceTable), DifferenceTable)
+    slopes = table_of(_robustness_rows(study, contrasts), RobustnessTable)
+    write_table_and_csv(outputs.robustness, slopes, RobustnessTable)
+    differences = table_of(difference_rows(study, contrasts), DifferenceTable)
+    write_table_and_csv(outputs.differences, differences, DifferenceTable)
     tables = (outputs.accuracy, outputs.comparisons, outputs.robustness, outputs.differences)
     write_json(
         outputs.claims,
@@ -390,13 +399,3 @@ def _outcomes(runs: Sequence[LoadedEvaluation], levels: Sequence[float]) -> list
     if len({run.levels[level].noise_seeds for level in levels for run in runs if level > 0}) > 1:
         raise RefusedError("noise_seeds", "seeds were evaluated with different noise seeds")
     return [np.stack([run.levels[level].correct for run in runs]) for level in levels]
-
-
-def _table(rows: Sequence[Mapping[str, Any]], schema: type[pa.DataFrameModel]) -> pl.DataFrame:
-    types = {name: column.dtype.type for name, column in schema.to_schema().columns.items()}
-    return pl.DataFrame([{name: row.get(name) for name in types} for row in rows], schema=types)
-
-
-def _write(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> None:
-    write_table(target, table, schema)
-    write_csv(target.with_suffix(".csv"), table)

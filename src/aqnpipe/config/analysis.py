@@ -69,7 +69,7 @@ class TestedClaim(FrozenModel):
         return self
 
     @model_validator(mode="after")
-    def _test_fits(self) -> Self:
+    def _test_has_its_settings(self) -> Self:
         if self.equivalent_within is not None and self.test != "superiority":
             raise ValueError(f"equivalent_within is for test: superiority; {self.test} uses margin")
         if self.test == "superiority":
@@ -220,7 +220,7 @@ class AdaptiveSeeds(FrozenModel):
     )
 
     @model_validator(mode="after")
-    def _looks_fit(self) -> Self:
+    def _looks_are_possible(self) -> Self:
         if self.max < self.start or (self.max - self.start) % self.step:
             above = self.start + -(-max(self.max - self.start, 0) // self.step) * self.step
             raise ValueError(

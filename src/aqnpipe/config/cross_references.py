@@ -17,7 +17,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import LARGEST_TRAINING_SEED
 from aqnpipe.config.dataset import GeneratedDataset, LmEvalDataset, PromptFormat
 from aqnpipe.config.diagnosis import NEEDS_PARITY
-from aqnpipe.config.evaluation import unfit_scorer
+from aqnpipe.config.evaluation import scorer_problem
 from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
 from aqnpipe.config.generation import kinds_without_vllm, why_not_shared, why_vllm_cannot_roll_out
 from aqnpipe.config.measured_noise import MeasuredError
@@ -206,7 +206,7 @@ def _evaluates_otherwise(scope: Scope, name: str, *_: str) -> str | None:
 
 
 def _scorer(scope: Scope, scorer: str) -> str | None:
-    return unfit_scorer(scorer, scope.study.dataset.answer_format)
+    return scorer_problem(scorer, scope.study.dataset.answer_format)
 
 
 def _reward(scope: Scope, answers: str) -> str | None:

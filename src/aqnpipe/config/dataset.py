@@ -77,7 +77,7 @@ class StoredDataset(FrozenModel):
     num_test: SplitSize | None = None
 
     @model_validator(mode="after")
-    def _choices_fit(self) -> Self:
+    def _choices_have_a_column(self) -> Self:
         if (self.answer_format == "choice") != (self.choices_column is not None):
             raise ValueError("answer_format choice and choices_column need each other")
         return self

@@ -49,7 +49,7 @@ def refuse_unknown_scorer(name: str) -> None:
         raise ConfigError(f"--{describe_validation_error(error, {'scorer': name}, _Option)}") from error
 
 
-def unfit_scorer(scorer: str, answers: AnswerFormat | Literal["task"]) -> str | None:
+def scorer_problem(scorer: str, answers: AnswerFormat | Literal["task"]) -> str | None:
     """Return why a scorer can never find answers of a format right; None if it can, or if it is a function."""
     if scorer == answers == "task":
         return None

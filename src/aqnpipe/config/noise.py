@@ -194,7 +194,7 @@ class OperatorNoise(FrozenModel):
     )
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _settings_agree(self) -> Self:
         if "backward" in self.phases and "actor_forward" not in self.phases:
             raise ValueError("phases has backward without actor_forward, whose graph the backward noise belongs to")
         if self.layer_scales and not isinstance(self.error, ScaledError):
@@ -280,7 +280,7 @@ class ModuleNoise(FrozenModel):
     )
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _settings_agree(self) -> Self:
         if "backward" in self.phases:
             raise ValueError("phases has backward, which module noise does not support")
         if self.modules == ():

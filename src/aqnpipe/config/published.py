@@ -177,7 +177,7 @@ class PublishedFile(FrozenModel):
     detectable: tuple[Detectable, ...] = ()
 
     @model_validator(mode="after")
-    def _names_fit(self) -> Self:
+    def _ids_are_known(self) -> Self:
         # Messages contain ids as repr: pydantic cannot encode half a surrogate pair.
         for kind, entries in (("accuracies", self.accuracies), ("losses", self.losses), ("claims", self.claims)):
             names = [entry.id for entry in entries]

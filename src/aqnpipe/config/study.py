@@ -381,11 +381,11 @@ def load_study_files(paths: Sequence[Path], overrides: Mapping[str, Any] = Mappi
     """
     merged: Any = {}
     for path in paths:
-        merged = _extended(merged, _located(_with_own_arms(read_study_file(path), path), path.parent))
+        merged = _extended(merged, _located(_with_arms_file(read_study_file(path), path), path.parent))
     names = [*map(str, paths), *(["--config"] if overrides else [])]
     content = _extended(merged, typed_scalars(overrides))
-    own_arms = {} if "checkpoints" in content else {"arms_file": _beside(paths[0], _ARMS_FILE)}
-    return load_study({**own_arms, **content}, ", ".join(names))
+    usual = {} if "checkpoints" in content else {"arms_file": _beside(paths[0], _ARMS_FILE)}
+    return load_study({**usual, **content}, ", ".join(names))
 
 
 def shown_path(path: Path) -> Path:
@@ -409,7 +409,7 @@ def read_arms(path: Path) -> dict[str, Arm]:
     return validated(ArmsFile, _located(read_yaml_file(path), path.parent), str(path)).arms
 
 
-def _with_own_arms(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:
+def _with_arms_file(content: Mapping[str, Any], study_file: Path) -> Mapping[str, Any]:
     """Return the content of a study file with the path of its arms file, if it names one."""
     name = content.get("arms_file")
     return {**content, "arms_file": _beside(study_file, name)} if isinstance(name, str) else content

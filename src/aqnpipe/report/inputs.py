@@ -20,7 +20,7 @@ from aqnpipe.artifacts.comparisons import (
 )
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable, evaluation_files
-from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, validate_tables
+from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, table_of, validate_tables
 from aqnpipe.artifacts.job_costs import Cost, read_cost
 from aqnpipe.artifacts.loss_studies import LossStudyFile
 from aqnpipe.artifacts.parities import ParityFile
@@ -255,7 +255,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
 
     def table(path: Path, schema: type[pa.DataFrameModel]) -> pl.DataFrame:
         found = read([path], lambda: read_table(path, schema))
-        return _empty(schema) if found is None else found
+        return table_of([], schema) if found is None else found
 
     def json(path: Path, model: type[Json]) -> Json | None:
         return read([path], lambda: read_json(path, model))
@@ -312,10 +312,6 @@ def _refuse_other_verdicts(path: Path, claims: ClaimsFile, compared: pl.DataFram
                 f"{path}: {claim.comparison_id} is {claim.verdict}, comparisons.parquet says "
                 f"{verdicts[claim.comparison_id]}; compare again"
             )
-
-
-def _empty(schema: type[pa.DataFrameModel]) -> pl.DataFrame:
-    return pl.DataFrame(schema={name: column.dtype.type for name, column in schema.to_schema().columns.items()})
 
 
 def _schema_of(record: RunRecord) -> type[TrainingMetrics]:

@@ -98,7 +98,7 @@ def small_dot(series: str) -> str:
 
 def render_svg(chart: alt.TopLevelMixin, label: str) -> Markup:
     """Render `chart` as an inline SVG element labelled `label`; the same chart gives the same bytes."""
-    return _fit_for_page(vl_convert.vegalite_to_svg(_spec(chart, _config())), label)
+    return _slimmed(vl_convert.vegalite_to_svg(_spec(chart, _config())), label)
 
 
 def light_spec(chart: alt.TopLevelMixin, *, legend: bool) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _visible_texts(part: Any) -> Any:
     return [_visible_texts(value) for value in part] if isinstance(part, list) else part
 
 
-def _fit_for_page(svg: str, label: str) -> Markup:
+def _slimmed(svg: str, label: str) -> Markup:
     """Label the picture, drop needless markup, and replace placeholder colours; texts stay as they are."""
     view_box = _ROOT.search(svg)
     if view_box is None:

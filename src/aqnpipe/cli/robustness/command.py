@@ -15,7 +15,7 @@ from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import MOST_THREADS, describe_validation_error
 from aqnpipe.config.dataset import PromptFormat
-from aqnpipe.config.evaluation import EvaluationConfig, refuse_unknown_scorer, unfit_scorer
+from aqnpipe.config.evaluation import EvaluationConfig, refuse_unknown_scorer, scorer_problem
 from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile, settings_of
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
 from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
@@ -81,9 +81,9 @@ def robustness(
         raise ConfigError(f"--output {output}: found a file, expected a folder or a new name")
     dataset = dataset_of(data, questions)
     refuse_unknown_scorer(scorer)
-    unfit = unfit_scorer(scorer, dataset.answer_format)
-    if unfit is not None:
-        raise ConfigError(f"--scorer: {unfit}")
+    problem = scorer_problem(scorer, dataset.answer_format)
+    if problem is not None:
+        raise ConfigError(f"--scorer: {problem}")
     prompt = _validated(
         PromptFormat,
         {"style": style, "layout": layout, "instruction": instruction, "num_examples": shots},
