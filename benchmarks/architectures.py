@@ -137,13 +137,13 @@ def _forward_and_backward(model: PreTrainedModel, arm: Arm, tokens: Tensor) -> d
 
 
 def _share_of(receipt: Receipt) -> float:
-    return next(record.noised_share for record in receipt.phases if record.forwards) or 0.0
+    return next(record.noised_share for record in receipt.phases if record.passes) or 0.0
 
 
 def _share_of_gradients(receipt: Receipt) -> float:
     """Return the share of the products of the backward pass that have noise."""
     record = next(record for record in receipt.phases if record.phase == "backward")
-    return record.noised_calls / (record.noised_calls + sum(record.escaped.values()))
+    return record.calls / (record.calls + sum(record.escaped.values()))
 
 
 def _decode(model: PreTrainedModel, arm: Arm, tokens: Tensor) -> tuple[float, float]:

@@ -146,7 +146,7 @@ class Work:
         key = NoiseKey(seed=0, step=self.step)
         with phase_noise(self.model, spec, "actor_forward", key, recorder, backward=True):
             self.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        recorder.count_forward("backward")
+        recorder.add("backward", passes=1)
         recorder.settle()
         self.model.zero_grad()
 

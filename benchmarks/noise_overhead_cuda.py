@@ -150,7 +150,7 @@ def training_ratios(model: Qwen2ForCausalLM, attention: str) -> list[Ratio]:
         with noise() as recorder:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if recorder is not None:
-            recorder.count_forward("backward")
+            recorder.add("backward", passes=1)
         model.zero_grad()
 
     return in_each_way(f"training step, {attention}", model, attention, spec, "actor_forward", step)

@@ -83,7 +83,7 @@ class Replayed:
         """Return responses of drawn lengths; counts their tokens and those of their prompts by step."""
         responses = [self._draw(self._lengths[self._rng.integers(len(self._lengths))][1]) for _ in rollout.prompts]
         self.tokens[rollout.key.step] = sum(map(len, rollout.prompts)) + sum(map(len, responses))
-        recorder.count_forward("rollout")
+        recorder.add("rollout", passes=1)
         return [Completion([*response[:-1], self._end], "stop", [-1.0] * len(response)) for response in responses]
 
     def close(self) -> None:

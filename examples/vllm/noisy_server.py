@@ -19,6 +19,7 @@ from aqnpipe.config.model import builtin_folder
 
 NOISE = "error: {kind: relative_gaussian, scale: 0.05}\nseed: 0\n"
 QUESTION = "Tom buys 5 eggs. Tom sells 2 eggs. How many eggs does Tom have now?\n"
+COLUMNS = ("passes", "recomputed")
 START_SECONDS = 400
 
 
@@ -88,5 +89,5 @@ if __name__ == "__main__":
         for worker in post(f"{address}/collective_rpc", {"method": "aqnpipe_receipt"})["results"]:
             if worker["problems"]:
                 raise SystemExit("receipt refused: " + "; ".join(worker["problems"]))
-            (phase,) = worker["receipt"]["phases"]
-            print(f"{phase['forwards']} forwards with noise; {phase['recomputed_numbers']} numbers were recomputed")
+            passes, numbers = (sum(row.get(what, 0) for row in worker["receipt"]["rows"]) for what in COLUMNS)
+            print(f"{passes} forwards with noise; {numbers} numbers were recomputed")

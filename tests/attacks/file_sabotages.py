@@ -133,9 +133,9 @@ def _other_receipts(study: MicroStudy) -> None:
 def _polished_receipt(study: MicroStudy) -> None:
     path = study.run_folder("guided", 0) / "receipt.json"
     receipt = read_json(path, Receipt)
-    as_requested = ((cell, cell.ratios.count * cell.requested**2) for cell in receipt.cells)
-    cells = tuple(replace(cell, ratios=replace(cell.ratios, squares=squares)) for cell, squares in as_requested)
-    write_json(path, receipt.model_copy(update={"cells": cells}))
+    as_requested = ((row, row.measured_elements * row.requested**2) for row in receipt.rows)
+    rows = tuple(replace(row, squares=squares) if row.error else row for row, squares in as_requested)
+    write_json(path, receipt.model_copy(update={"rows": rows}))
 
 
 def _edited_numbers(name: str, column: str) -> Callable[[MicroStudy], None]:

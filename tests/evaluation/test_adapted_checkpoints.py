@@ -54,14 +54,14 @@ def evaluated(results, run_folder, output, **evaluation):
 
 def linears_per_forward(receipt, phase):
     """Return the noised linear products of each layer per forward pass."""
-    (forwards,) = (record.forwards for record in receipt.phases if record.phase == phase)
+    (forwards,) = (record.passes for record in receipt.phases if record.phase == phase)
     cells = [cell for cell in receipt.cells if cell.phase == phase and cell.operator == "mm"]
     return {cell.layer: cell.calls / forwards for cell in cells if cell.layer is not None}
 
 
 def noised_share(receipt, phase):
     """Return the part of the operations of a forward pass that has noise."""
-    (share,) = (record.noised_flops / record.forward_flops for record in receipt.phases if record.phase == phase)
+    (share,) = (record.noised_flops / record.flops for record in receipt.phases if record.phase == phase)
     return share
 
 

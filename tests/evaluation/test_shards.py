@@ -70,8 +70,8 @@ def test_a_receipt_covers_all_shards_of_its_pass(results):
     for number, done in enumerate(passes):
         (record,) = done.receipt.check().phases
         states = [result.measurements.states[0] for result in results[6 * number : 6 * (number + 1)]]
-        assert record.forwards == sum(state.phases[0].forwards for state in states)
-        assert record.noised_calls == sum(state.phases[0].noised_calls for state in states)
+        assert record.passes == sum(state.phases[0].passes for state in states)
+        assert record.calls == sum(state.phases[0].calls for state in states)
         assert sum(cell.elements for cell in done.receipt.cells) == sum(
             cell.elements for state in states for cell in state.cells
         )

@@ -20,8 +20,9 @@ from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.receipts.merge import add_rollout
+from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.rows import WeightCell, WeightSync
+from aqnpipe.noise.receipts.table import AQN as AQN_ROW
 
 AQN = AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05})
 FAULT = Fault(type="saturation", layer=0, magnitude=0.5, threshold="cached")
@@ -68,7 +69,8 @@ class FakeEngine:
     def end_rollout(self):
         state = recorder(self.noise).state()
         if self.noise.aqn is not None:
-            state.weight_syncs = [sync(self.noise.clean_norms, self.norms or self.noise.clean_norms)]
+            syncs = (sync(self.noise.clean_norms, self.norms or self.noise.clean_norms),)
+            state = state.model_copy(update={"weight_syncs": syncs})
         return state, self.fault_states
 
     def fall_asleep(self):
@@ -109,7 +111,7 @@ def test_norms_that_are_not_the_trainers_are_refused(model):
         recorded = recorder(spec)
         if engine.norms is None:
             rollouts(engine).roll_out(model, recorded, rollout(spec))
-            assert recorded.last_weight_sync.clean_sha256_before == norms_sha256(model)
+            assert recorded.weight_syncs[-1].clean_sha256_before == norms_sha256(model)
             continue
         with pytest.raises(ReceiptError, match="AQN step 0: the clean norm weights in vLLM's worker are not"):
             rollouts(engine).roll_out(model, recorded, rollout(spec))
@@ -252,18 +254,18 @@ def test_workers_of_a_node_share_one_copy_and_each_compares_it_with_its_own_weig
 def test_what_an_engine_recorded_is_added_to_the_run():
     spec = NoiseSpec(aqn=AQN, faults=(FAULT,))
     run, engine = recorder(spec), recorder(spec)
-    run.add_weight_sync(sync(step=0))
-    run.measure_sigma_factor(WeightCell(0, 3.0, 4))
-    run.count_forward("rollout")
-    run.count_forward("actor_forward")
-    engine.add_weight_sync(sync(step=1))
-    engine.measure_sigma_factor(WeightCell(0, 5.0, 4))
-    engine.count_forward("rollout")
+    run.weight_syncs.append(sync(step=0))
+    run.add("rollout", layer=0, operator=AQN_ROW, squares=3.0, elements=4)
+    run.add("rollout", passes=1)
+    run.add("actor_forward", passes=1)
+    engine.weight_syncs.append(sync(step=1))
+    engine.add("rollout", layer=0, operator=AQN_ROW, squares=5.0, elements=4)
+    engine.add("rollout", passes=1)
     add_rollout(run, engine.state())
     after = run.state()
     assert [sync.step for sync in after.weight_syncs] == [0, 1]
     assert [(factor.layer, factor.squares, factor.elements) for factor in after.weight_cells] == [(0, 8.0, 8)]
-    assert {phase.phase: phase.forwards for phase in after.phases} == {"rollout": 2, "actor_forward": 1}
+    assert {phase.phase: phase.passes for phase in after.phases} == {"rollout": 2, "actor_forward": 1}
 
 
 def test_thresholds_that_an_engine_cached_are_those_of_the_run_afterwards(model):

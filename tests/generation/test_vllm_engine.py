@@ -120,9 +120,9 @@ def test_greedy_tokens_equal_those_of_transformers(engine, reference, prompts):
     assert clean == run(reference, PassNoise(), prompts)[0]
     assert "stop" in {completion.finish_reason for completion in clean}
     (record,) = receipt.check().phases
-    assert (record.noised_calls, record.reference.largest_difference) == (0, 0.0)
-    assert record.reference.elements > 1000
-    assert record.forwards == max(len(completion.token_ids) for completion in clean)
+    assert (record.calls, record.largest_difference) == (0, 0.0)
+    assert record.compared > 1000
+    assert record.passes == max(len(completion.token_ids) for completion in clean)
 
 
 @pytest.mark.parametrize("operators", ["matmul", "all"])
@@ -150,11 +150,11 @@ def test_every_product_of_a_layer_is_counted(engine, prompts):
     (record,) = receipt.phases
     for layer in range(6):
         calls = {cell.operator: cell.calls for cell in receipt.cells if cell.layer == layer}
-        assert calls == {"mm": 4 * record.forwards, "attention": record.forwards}
+        assert calls == {"mm": 4 * record.passes, "attention": record.passes}
     elements = {cell.operator: cell.elements for cell in receipt.cells if cell.layer == 0}
     # Of each token, queries and twice half as many keys and values, the output of attention, gate, up and hidden state.
     assert elements["mm"] / elements["attention"] == (2 * 128 + 128 + 2 * 320 + 128) / 128
-    assert record.reference.elements > 1000
+    assert record.compared > 1000
 
 
 def test_noise_is_replayed_by_its_key_and_gone_after_the_pass(engine, reference, prompts):
@@ -259,7 +259,7 @@ def test_a_deterministic_fault_gives_the_same_responses_as_in_transformers(engin
     assert (our_cell.calls, our_cell.elements) == (their_cell.calls, their_cell.elements)
     assert our_cell.num_faulty_channels == their_cell.num_faulty_channels
     # Values at the threshold may be rounded to either side of it.
-    assert abs(our_cell.affected_elements - their_cell.affected_elements) <= 1e-3 * our_cell.elements
+    assert abs(our_cell.changed - their_cell.changed) <= 1e-3 * our_cell.elements
     assert tokens(engine.generate(prompts, SAMPLING)) == tokens(run(reference, PassNoise(), prompts)[0])
 
 
@@ -302,7 +302,7 @@ def test_operators_modules_and_faults_share_a_pass(engine, prompts):
     }
     receipt = run(engine, noise().model_copy(update=changes), prompts)[1].check()
     assert {cell.requested for cell in receipt.cells if cell.is_module} == {0.1}
-    assert receipt.fault_cells[0].affected_elements > 0
+    assert receipt.fault_cells[0].changed > 0
 
 
 def test_a_fault_behind_the_noise_of_its_module_is_no_missing_noise(engine, prompts):
@@ -319,7 +319,7 @@ def test_a_fault_changes_responses(engine, prompts):
 def test_noise_and_a_fault_share_a_pass(engine, prompts):
     fault = Fault(type="dead_zone", layer=3, magnitude=0.3, site="k_proj")
     receipt = run(engine, noise().model_copy(update={"faults": (fault,)}), prompts)[1].check()
-    assert receipt.fault_cells[0].affected_elements > 0
+    assert receipt.fault_cells[0].changed > 0
     assert abs(receipt.measured_scale("evaluation")[0] / 0.2 - 1) < 0.02
 
 
@@ -387,7 +387,7 @@ def test_a_stop_text_ends_a_response_in_the_worker(engine, reference, prompts, s
     assert ended[0] == ended[1]
     free = run(engine, PassNoise(), prompts)[0]
     assert any(len(stopped.token_ids) < len(full.token_ids) for stopped, full in zip(ended[0], free, strict=True))
-    assert record.forwards >= max(len(completion.token_ids) for completion in ended[0])
+    assert record.passes >= max(len(completion.token_ids) for completion in ended[0])
     sampled = Sampling(max_response_tokens=24, stop_text=stop_text, temperature=1.0, seed=5, log_probabilities=True)
     for completion in engine.generate(prompts, sampled):
         assert len(completion.log_probabilities) == len(completion.token_ids)

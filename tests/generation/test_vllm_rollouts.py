@@ -85,7 +85,7 @@ def recorder(model, spec=CLEAN, **changes):
         expected_phases=("rollout",),
         num_layers=len(model.model.layers),
         num_norms=len(rms_norms(model)),
-        watch_norms=True,
+        norms_watched=True,
         **changes,
     )
     made.note_clean_norms(model)
@@ -160,7 +160,7 @@ def test_numbers_of_aqn_on_norms_are_recomputed_in_the_engine(rollouts, policy):
     (record,) = recorded.receipt().phases
     assert not record.contradictions
     # 64 weights of each of the 13 norms, at least in the first forward of each kind.
-    assert record.recomputed_numbers >= 2 * 13 * 64
+    assert record.recomputed >= 2 * 13 * 64
 
 
 def test_noise_and_faults_of_the_run_go_into_its_receipt(rollouts, policy):
@@ -179,7 +179,7 @@ def test_noise_and_faults_of_the_run_go_into_its_receipt(rollouts, policy):
                 assert cached.threshold is not None
         receipt = recorded.receipt().check()
         assert faults.states() == (cached,)
-        assert receipt.fault_cells[0].affected_elements > 0
+        assert receipt.fault_cells[0].changed > 0
         receipts.append(receipt)
     (ours, n), (theirs, m) = (receipt.measured_scale("rollout") for receipt in receipts)
     assert abs(ours / 0.2 - 1) < 5 / (2 * n) ** 0.5
@@ -210,7 +210,7 @@ def test_aqn_on_hidden_states_has_its_size_in_every_layer_and_combines_with_faul
         recorded = recorder(policy, spec, num_steps=10, num_epochs=1, layer_factors=layer_factors)
         completions = rollout_engine.roll_out(policy, recorded, rollout(policy, spec, sigma=0.05, factors=factors))
         state = recorded.state()
-        assert recorded.receipt().fault_cells[0].affected_elements > 0
+        assert recorded.receipt().fault_cells[0].changed > 0
         drawn.append((state, completions))
     for state, completions in drawn:
         assert [record.contradictions for record in state.phases] == [{}]

@@ -44,13 +44,13 @@ def test_a_server_answers_under_noise_and_gives_its_receipt(example, tmp_path):
         measured = receipt(example, address).check()
         (phase,) = measured.phases
         # A token per forward.
-        assert phase.forwards == 8
-        assert phase.recomputed_numbers > 0
+        assert phase.passes == 8
+        assert phase.recomputed > 0
         assert measured.operator_noise is not None
         assert measured.operator_noise.error == RelativeGaussian(scale=0.05)
         assert answer(example, address) != first
         (phase,) = receipt(example, address).check().phases
-        assert phase.forwards == 16
+        assert phase.passes == 16
 
 
 @needs_vllm
@@ -64,7 +64,7 @@ def test_a_server_of_two_workers_gives_one_receipt(example, tmp_path):
             assert [worker["problems"] for worker in results] == [[], []]
             assert results[0]["receipt"] == results[1]["receipt"]
             measured = Receipt.model_validate(results[0]["receipt"]).check()
-            assert measured.phases[0].forwards == forwards
+            assert measured.phases[0].passes == forwards
             # The columns of both workers are in the receipt: queries and twice half as many keys and values, the output
             # of attention, gate, up and hidden state.
             elements = {cell.operator: cell.elements for cell in measured.cells if cell.layer == 0}

@@ -22,11 +22,11 @@ from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.receipt_content import RecorderState
-from aqnpipe.noise.receipts.rows import FaultCell, NoiseCell, PhaseRecord, RatioSums
+from aqnpipe.noise.receipts.table import Row
 
 SCALE = 0.1
 ERROR = RelativeGaussian(scale=SCALE)
-FAULTED = FaultCell(phase="evaluation", fault=0, num_channels=8, num_faulty_channels=1, calls=2, elements=16)
+FAULTED = Row("evaluation", None, 0, "fault 0", num_channels=8, num_faulty_channels=1, calls=2, elements=16)
 NOISE = PassNoise(operator_noise=OperatorNoise(error=ERROR, phases=("evaluation",), attention="fused"))
 LEFT, RIGHT = Shard(0, 32, 64), Shard(32, 32, 64)
 
@@ -170,28 +170,17 @@ SHARES = [{"linear.q_proj": [LEFT]}, {"linear.q_proj": [RIGHT]}]
 
 
 def cell(operator, elements, calls=2, scale=SCALE):
-    ratios = RatioSums(count=elements, squares=elements * scale**2)
-    return NoiseCell("evaluation", operator, 0, ERROR, ratios, calls=calls, elements=elements)
+    sums = {"measured_elements": elements, "squares": elements * scale**2}
+    return Row("evaluation", None, 0, operator, ERROR, calls=calls, elements=elements, **sums)
 
 
-def state(**changes):
+PHASE = Row("evaluation", passes=2, audited_passes={"several tokens": 1, "one token": 1}, recomputed=50, compared=100)
+CELLS = (cell("mm", 1280, calls=4), cell("attention", 640))
+
+
+def state(*rows, keys=(("evaluation", 3, 0, 0, 0),)):
     """One layer on one worker: a column-parallel product of 64 columns, and a row-parallel one that all have."""
-    cells = [cell("mm", 1280, calls=4), cell("attention", 640)]
-    phase = PhaseRecord("evaluation", forwards=2, noised_calls=6)
-    phase.audited_passes, phase.recomputed_numbers = {"several tokens": 1, "one token": 1}, 50
-    phase.reference.elements = 100
-    whole = RecorderState(
-        cells=cells,
-        phases=[phase],
-        fault_cells=[],
-        gradient_flows=[],
-        foreign_faults=set(),
-        weight_syncs=[],
-        weight_cells=[],
-        num_noised_modules=0,
-        keys=[("evaluation", 3, 0, 0, 0)],
-    )
-    return with_changes(whole, **changes)
+    return RecorderState(rows=rows or (PHASE, *CELLS), noise_keys=keys)
 
 
 def merged(first, second, shares=SHARES):
@@ -200,21 +189,21 @@ def merged(first, second, shares=SHARES):
             error=ERROR, phases=("evaluation",), attention="fused", include_lm_head=False, operators="matmul"
         )
     )
-    workers = [WorkerMeasurements(rank, 2, each) for rank, each in enumerate((first, second))]
+    workers = [WorkerMeasurements(rank=rank, num_workers=2, state=each) for rank, each in enumerate((first, second))]
     return merged_workers(workers, shares, noise.recorder(1, 0))
 
 
 def test_whole_results_are_counted_once_and_audits_are_added():
     found = merged(state(), state())
-    assert {each.operator: (each.calls, each.elements, each.ratios.count) for each in found.cells} == {
+    assert {each.operator: (each.calls, each.elements, each.measured_elements) for each in found.cells} == {
         "mm": (4, 1280, 1280),
         "attention": (2, 640, 640),
     }
     (phase,) = found.phases
-    assert (phase.forwards, phase.noised_calls) == (2, 6)
+    assert (phase.passes, phase.calls) == (2, 6)
     assert phase.audited_passes == {"several tokens": 1, "one token": 1}
-    assert (phase.recomputed_numbers, phase.reference.elements) == (100, 200)
-    assert found.keys == [("evaluation", 3, 0, 0, 0)]
+    assert (phase.recomputed, phase.compared) == (100, 200)
+    assert found.noise_keys == (("evaluation", 3, 0, 0, 0),)
 
 
 def test_several_workers_may_have_the_same_share():
@@ -224,44 +213,29 @@ def test_several_workers_may_have_the_same_share():
 
 def test_one_worker_alone_is_returned_as_it_is():
     alone = state()
-    assert merged_workers([WorkerMeasurements(0, 1, alone)], [{}], NOISE.recorder(1, 0)) is alone
-
-
-def contradicted():
-    """Return the phase of a worker whose audit found clean values."""
-    (phase,) = state().phases
-    phase.contradictions = {"the values used have no noise": 1}
-    return phase
-
-
-def fewer_cells(number):
-    return {"cells": [each for index, each in enumerate(state().cells) if index != number]}
+    assert merged_workers([WorkerMeasurements(rank=0, num_workers=1, state=alone)], [{}], NOISE.recorder(1, 0)) is alone
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("other", "says"),
     [
-        ({"keys": [("evaluation", 4, 0, 0, 0)]}, "worker 1 of 2: the noise has other keys than on worker 0"),
-        (fewer_cells(0), "evaluation mm layer 0: 0 noised calls on 0 elements, worker 0 had 4 on 1280"),
-        (fewer_cells(1), "worker 1 of 2: evaluation: no attention was noised in layers"),
-        ({"cells": [cell("mm", 640, calls=4), state().cells[1]]}, "4 noised calls on 640 elements, worker 0 had 4 on"),
-        ({"cells": []}, "worker 1 of 2: evaluation: noise was requested but never reached layers"),
-        ({"phases": [PhaseRecord("evaluation", forwards=3)]}, "evaluation: 3 forward passes, worker 0 had 2"),
+        (state(keys=[("evaluation", 4, 0, 0, 0)]), "worker 1 of 2: the noise has other keys than on worker 0"),
+        (state(PHASE, CELLS[1]), "evaluation mm layer 0: 0 noised calls on 0 elements, worker 0 had 4 on 1280"),
+        (state(PHASE, CELLS[0]), "worker 1 of 2: evaluation: no attention was noised in layers"),
+        (state(PHASE, cell("mm", 640, calls=4), CELLS[1]), "4 noised calls on 640 elements, worker 0 had 4 on"),
+        (state(PHASE), "worker 1 of 2: evaluation: noise was requested but never reached layers"),
+        (state(Row("evaluation", passes=3), *CELLS), "evaluation: 3 forward passes, worker 0 had 2"),
+        (state(PHASE, *CELLS, FAULTED), "fault 0 had other calls"),
+        (state(PHASE, cell("mm", 1280, calls=4, scale=1e-5), CELLS[1]), "worker 1 of 2: .*scale 1e-05"),
         (
-            {
-                "fault_cells": [
-                    FaultCell(phase="evaluation", fault=0, num_channels=8, num_faulty_channels=1, calls=2, elements=16)
-                ]
-            },
-            "fault 0 had other calls",
+            state(with_changes(PHASE, contradictions={"the values used have no noise": 1}), *CELLS),
+            "worker 1 of 2: evaluation: the values used have no noise",
         ),
-        ({"cells": [cell("mm", 1280, calls=4, scale=1e-5), *state().cells[1:]]}, "worker 1 of 2: .*scale 1e-05"),
-        ({"phases": [contradicted()]}, "worker 1 of 2: evaluation: the values used have no noise"),
     ],
 )
-def test_a_worker_that_differs_is_refused_by_its_rank(changes, says):
+def test_a_worker_that_differs_is_refused_by_its_rank(other, says):
     with pytest.raises(ReceiptError, match=says) as refused:
-        merged(state(), state(**changes))
+        merged(state(), other)
     assert "\n" not in str(refused.value)
     assert refused.value.problems
 

@@ -105,7 +105,7 @@ def run(engine, requested):
 def counts(receipt):
     cells = {(cell.operator, cell.layer): (cell.calls, cell.elements) for cell in receipt.cells}
     faults = [(cell.calls, cell.elements, cell.num_faulty_channels) for cell in receipt.fault_cells]
-    return cells, faults, [(record.forwards, record.noised_calls, len(record.modules)) for record in receipt.phases]
+    return cells, faults, [(record.passes, record.calls, len(record.modules)) for record in receipt.phases]
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -137,7 +137,7 @@ def test_prompts_that_are_read_in_several_forwards(lm):
     lm.end_pass().check()
     under(lm, 0.05).loglikelihood(requests, disable_tqdm=True)
     (phase,) = lm.end_pass().check().phases
-    assert phase.forwards > 1
+    assert phase.passes > 1
 
 
 def test_sampled_responses_are_drawn_again_with_the_same_seed(lm):

@@ -17,7 +17,8 @@ from aqnpipe.errors import DataError
 from aqnpipe.loss_study.comparison import LossInputs, compare_losses
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.rows import FaultCell, GradientFlow, PhaseRecord, ReferenceSums, WeightCell, WeightSync
+from aqnpipe.noise.receipts.receipt_content import WeightSync
+from aqnpipe.noise.receipts.table import AQN, Row
 from aqnpipe.report.words import load_words
 
 NUM_TEXTS, SEEDS, VOCABULARY, MAGNITUDE = 40, (0, 1, 2, 3), 100, 0.3
@@ -47,42 +48,24 @@ def receipt_of(condition):
         clean_sha256_before="a",
         clean_sha256_after="a",
     )
-    record = {
-        "forwards": NUM_TEXTS,
-        "noised_calls": 0,
-        "reference": ReferenceSums(elements=10),
-    }
+    place = {"layer": 1, "operator": "fault 0"}
+    of_fault = (
+        Row("evaluation", **place, calls=NUM_TEXTS, elements=1000, changed=250, num_channels=8, num_faulty_channels=8),
+        Row("backward", **place, calls=1, elements=800, zeroed=200, squares=25.0, zeroed_squares=9.0),
+    )
+    sums = {"drawn_squares": 1000.0, "expected_squares": 1000.0, "expected_variance": 1600.0}
     return Receipt(
         operator_noise=None,
         aqn=aqn if layers else None,
         faults=(fault,) if faulty else (),
         expected_phases=phases,
-        phases=tuple(PhaseRecord(phase=phase, **record) for phase in phases),
-        cells=(),
-        weight_syncs=(sync,) if layers else (),
-        weight_cells=tuple(
-            WeightCell(layer, 1000.0, 1000, drawn_squares=1000.0, expected_squares=1000.0, expected_variance=1600.0)
-            for layer in layers
+        rows=(
+            *(Row(phase, passes=NUM_TEXTS, compared=10) for phase in phases),
+            *(Row("rollout", None, layer, AQN, squares=1000.0, elements=1000, **sums) for layer in layers),
+            *(of_fault if faulty else ()),
         ),
+        weight_syncs=(sync,) if layers else (),
         layer_factors={layer: float(layer in layers) for layer in range(4)} if layers and not uniform else None,
-        fault_cells=(
-            FaultCell(
-                fault=0,
-                phase="evaluation",
-                calls=NUM_TEXTS,
-                elements=1000,
-                affected_elements=250,
-                num_channels=8,
-                num_faulty_channels=8,
-            ),
-        )
-        if faulty
-        else (),
-        gradient_flows=(
-            GradientFlow(fault=0, calls=1, elements=800, zeroed_elements=200, squares=25.0, zeroed_squares=9.0),
-        )
-        if faulty
-        else (),
         num_layers=4,
         num_norms=9,
         num_steps=1 if layers else 0,

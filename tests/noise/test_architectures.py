@@ -53,13 +53,13 @@ def test_a_simulated_fault_changes_its_layer(architecture):
             faulty = model(tokens).logits
     assert not torch.equal(clean, faulty)
     (cell,) = recorder.receipt().check().fault_cells
-    assert cell.affected_elements > 0
+    assert cell.changed > 0
 
 
 def check_every_product_has_noise(model, operators=("mm", "bmm"), **sizes):
     """Run all phases of a training step: every product must have noise, whatever the model is made of."""
     receipt = measure_arm(model, OPERATOR_NOISE, **{"prompt_tokens": 16, **sizes}).check()
-    shares = {record.phase: record.noised_share for record in receipt.phases if record.noised_calls}
+    shares = {record.phase: record.noised_share for record in receipt.phases if record.calls}
     assert shares == {"rollout": 1.0, "reference": 1.0, "actor_forward": 1.0, "backward": None}
     for phase in ("actor_forward", "backward"):
         assert {cell.operator for cell in receipt.cells if cell.phase == phase} >= set(operators)

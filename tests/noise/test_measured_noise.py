@@ -170,15 +170,15 @@ def test_an_edited_receipt_is_refused(model, ids):
     receipt = run(model, ids, measured(model, 4)).content
 
     def problems(change):
-        cells = tuple(change(cell) for cell in receipt.cells)
-        return " ".join(Receipt(**{**dict(receipt), "cells": cells}).problems())
+        rows = tuple(change(row) if row.error else row for row in receipt.rows)
+        return " ".join(Receipt(**{**dict(receipt), "rows": rows}).problems())
 
     assert not problems(lambda cell: cell)
     assert "noised with measured 8" in problems(
         lambda cell: replace(cell, error=cell.error.model_copy(update={"multiple": 8.0}))
     )
     assert "of which rounding to the number format explains" in problems(
-        lambda cell: replace(cell, ratios=replace(cell.ratios, squares=1.9**2 * cell.ratios.count))
+        lambda cell: replace(cell, squares=1.9**2 * cell.measured_elements)
     )
 
 

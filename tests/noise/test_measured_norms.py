@@ -88,7 +88,7 @@ def trained(model, ids, error):
     )
     with phase_noise(model, spec, "actor_forward", NoiseKey(seed=0, step=0), recorder, backward=True):
         model(input_ids=ids, labels=ids).loss.backward()
-    recorder.count_forward("backward")
+    recorder.add("backward", passes=1)
     return recorder
 
 

@@ -11,7 +11,7 @@ from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile
 from aqnpipe.config.noise import Fault
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.rows import FaultCell, GradientFlow
+from aqnpipe.noise.receipts.table import Row
 
 
 def condition(name, magnitude, loss, order=None, above=False):
@@ -84,13 +84,13 @@ def page(synthetic, built, tmp_path_factory):
     write_json(folder / "claims.json", losses())
     inputs = built.made.report_inputs(built.folder)
     receipt = read_json(inputs.runs[0].receipt, Receipt)
-    cells = {"fault": 0, "calls": 7, "elements": 1000, "num_channels": 8, "num_faulty_channels": 8}
-    flow = {"fault": 0, "calls": 3, "elements": 800, "zeroed_elements": 200, "leaked_elements": 0}
+    place = {"layer": 1, "operator": "fault 0"}
+    cell = Row("rollout", **place, calls=7, elements=1000, changed=250, num_channels=8, num_faulty_channels=8)
+    flow = Row("backward", **place, calls=3, elements=800, zeroed=200, squares=25.0, zeroed_squares=9.0)
     faulty = receipt.model_copy(
         update={
             "faults": (Fault(type="dead_zone", layer=1, magnitude=0.3),),
-            "fault_cells": (FaultCell(phase="rollout", affected_elements=250, **cells),),
-            "gradient_flows": (GradientFlow(squares=25.0, zeroed_squares=9.0, **flow),),
+            "rows": (*receipt.rows, cell, flow),
         }
     )
     write_json(folder / "receipt.json", faulty)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import made_up
 
 from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
-from aqnpipe.noise.receipts.rows import RatioSums
 from aqnpipe.report.receipts import run_overview
 from aqnpipe.report.words import load_words
 
@@ -15,13 +14,13 @@ NOISE = OperatorNoise(error=RelativeGaussian(scale=1e-4), phases=("rollout",))
 
 def run(arm, **changes):
     receipt = made_up.receipt(NOISE, None, ("rollout",))
-    cells = tuple(replace(cell, **changes) for cell in receipt.cells)
-    return SimpleNamespace(arm=arm, seed=0, model="base", receipt=receipt.model_copy(update={"cells": cells}))
+    rows = tuple(replace(row, **changes) if row.error else row for row in receipt.rows)
+    return SimpleNamespace(arm=arm, seed=0, model="base", receipt=receipt.model_copy(update={"rows": rows}))
 
 
 def test_noise_that_the_number_format_swallows_is_warned_of_and_accepted():
-    swallowed = RatioSums(count=100, squares=100 * 1e-12, rounding_squares=100 * 1.6e-3**2)
-    lost, whole = run("E4b", ratios=swallowed), run("E5")
+    swallowed = {"measured_elements": 100, "squares": 100 * 1e-12, "rounding_squares": 100 * 1.6e-3**2}
+    lost, whole = run("E4b", **swallowed), run("E5")
     table = run_overview([lost, whole], load_words("en"), lambda *where: "")
     assert [row.alert for row in table.rows] == [True, False]
     assert [row.cells[1] for row in table.rows] == ["accepted", "accepted"]

@@ -136,7 +136,7 @@ def test_the_receipt_is_of_both_workers(finished):
     runs = [finished(name)[0] for name in ("one", "two", "noisy")]
     alone, together, noised = (read_json(run / "receipt.json", Receipt).check() for run in runs)
     assert (alone.num_workers, together.num_workers, noised.num_workers) == (1, 2, 2)
-    passes = [{record.phase: record.forwards for record in receipt.phases} for receipt in (alone, together)]
+    passes = [{record.phase: record.passes for record in receipt.phases} for receipt in (alone, together)]
     for phase in ("reference", "actor_forward", "backward"):
         assert passes[0][phase] == passes[1][phase] == 3 * 4
     scale, elements = noised.measured_scale("actor_forward")
@@ -150,7 +150,7 @@ def test_workers_draw_noise_of_their_own(finished):
     noisy, _ = finished("noisy")
     measurements = sorted(noisy.parent.glob("measurements/worker*.json"))
     states = [pl.read_json(path)["state"].to_list()[0] for path in measurements]
-    squares = [[cell["ratios"]["squares"] for cell in state["cells"]] for state in states]
+    squares = [[row["squares"] for row in state["rows"] if row["error"]] for state in states]
     assert len(squares) == 2
     assert all(first != second for first, second in zip(*squares, strict=True))
 

@@ -17,7 +17,8 @@ from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.rows import NoiseCell, PhaseRecord, RatioSums, ReferenceSums, WeightSync
+from aqnpipe.noise.receipts.receipt_content import WeightSync
+from aqnpipe.noise.receipts.table import Row
 from aqnpipe.noise.schedule import sigma_at
 from aqnpipe.seeding import derive_seed
 
@@ -127,38 +128,37 @@ def receipt(
         operator_noise=noise,
         aqn=weight_noise,
         expected_phases=phases,
-        phases=tuple(
-            PhaseRecord(
-                phase=phase,
-                forwards=10,
-                noised_calls=420 if requested else 0,
-                reference=ReferenceSums(
-                    elements=0 if phase == "backward" else 51200,
-                    squares=(requested * 1.001) ** 2,
+        rows=(
+            *(
+                Row(
+                    phase,
+                    passes=10,
+                    compared=0 if phase == "backward" else 51200,
+                    relative_squares=(requested * 1.001) ** 2,
                     relative_elements=1,
-                ),
-                audited_passes={"several tokens": 14} if requested else {},
-                recomputed_numbers=8960 if requested else 0,
-                largest_deviation=0.21 if requested else 0.0,
-            )
-            for phase, requested in scale.items()
-        ),
-        cells=tuple(
-            NoiseCell(
-                phase=phase,
-                operator=operator,
-                layer=layer,
-                error=noise.error,
-                ratios=RatioSums(
-                    count=64_000, squares=64_000 * (requested * (1 + draws.normal() / math.sqrt(2 * 64_000))) ** 2
-                ),
-                calls=70,
-                elements=900_000,
-            )
-            for phase, requested in scale.items()
-            if requested
-            for layer in [*range(NUM_LAYERS), None]
-            for operator in (("mm", "bmm") if layer is not None else ("mm",))
+                    audited_passes={"several tokens": 14} if requested else {},
+                    recomputed=8960 if requested else 0,
+                    largest_deviation=0.21 if requested else 0.0,
+                )
+                for phase, requested in scale.items()
+            ),
+            *(
+                Row(
+                    phase,
+                    None,
+                    layer,
+                    operator,
+                    noise.error,
+                    measured_elements=64_000,
+                    squares=64_000 * (requested * (1 + draws.normal() / math.sqrt(2 * 64_000))) ** 2,
+                    calls=70,
+                    elements=900_000,
+                )
+                for phase, requested in scale.items()
+                if requested
+                for layer in [*range(NUM_LAYERS), None]
+                for operator in (("mm", "bmm") if layer is not None else ("mm",))
+            ),
         ),
         weight_syncs=tuple(_sync(weight_noise, step, num_steps, draws) for step in range(num_steps))
         if weight_noise

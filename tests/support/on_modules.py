@@ -37,7 +37,7 @@ class PhaseReceipt:
     @property
     def recomputed_numbers(self):
         """Number of elements whose noise was recomputed."""
-        return sum(phase.recomputed_numbers for phase in self.content.phases)
+        return sum(phase.recomputed for phase in self.content.phases)
 
     def problems(self):
         """Return what differs from the request."""

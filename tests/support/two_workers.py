@@ -134,14 +134,14 @@ def gradients(job) -> None:
         expected_phases=("actor_forward", "backward") if job["noisy"] else ("actor_forward",),
         num_layers=3,
         num_norms=7,
-        watch_norms=True,
+        norms_watched=True,
     )
     recorder.note_clean_norms(network)
     ids = torch.randint(network.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(rank))
     with phase_noise(network, spec, "actor_forward", NoiseKey(seed=0, step=0, rank=rank), recorder, backward=True):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-    recorder.count_forward("backward")
+    recorder.add("backward", passes=1)
     recorder.settle()
     if job["sharded"]:
         average_whole_gradients(network)
@@ -151,7 +151,7 @@ def gradients(job) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({**found, "loss": loss.detach()}, folder / f"{rank}.safetensors")
     receipt = recorder.receipt()
-    (folder / f"{rank}.json").write_text(receipt.model_dump_json(include={"phases", "cells"}))
+    (folder / f"{rank}.json").write_text(receipt.model_dump_json(include={"rows"}))
     if job["sharded"]:
         with gathered_weights(network), torch.no_grad():
             # Workers that compute different numbers of passes do not wait for each other.

@@ -98,7 +98,7 @@ def test_a_run_trains_adapters_under_noise_and_leaves_only_them(inputs, tmp_path
     folder = run(training_spec(NOISE, AQN, lora=LORA, learning_rate=1e-2), inputs, runs / "run")
     receipt = read_json(folder / "receipt.json", Receipt).check()
     linears = {(cell.phase, cell.layer): cell.calls for cell in receipt.cells if cell.operator == "mm"}
-    forwards = {record.phase: record.forwards for record in receipt.phases}
+    forwards = {record.phase: record.passes for record in receipt.phases}
     for layer in range(2):
         # Seven linears and the two matrices of each one's adapter; the reference has its adapters off.
         assert linears["actor_forward", layer] == 21 * forwards["actor_forward"]

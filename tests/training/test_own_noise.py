@@ -65,7 +65,7 @@ def test_measurements_survive_an_interruption(spec, model):
     with on_modules(model, error=spec.arm.operator_noise.error) as receipt:
         model(model.dummy_inputs["input_ids"] % 50)
     state = receipt.recorder.state()
-    restored = RecorderState.from_json(state.to_json())
+    restored = RecorderState.model_validate_json(state.model_dump_json())
     assert restored == state
     assert sum(cell.changed for cell in restored.cells) > 0
     before = receipt.content

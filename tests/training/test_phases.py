@@ -138,7 +138,7 @@ def test_aqn_in_the_forward_passes_of_training_is_measured(inputs, tmp_path, set
     measured = {(cell.phase, cell.layer): cell.measured_factor for cell in receipt.weight_cells}
     places = {(phase, layer) for phase in ("rollout", "actor_forward") for layer in range(2)}
     assert measured == dict.fromkeys(places, pytest.approx(1.0, abs=0.1))
-    audited = {record.phase: record.recomputed_numbers for record in receipt.phases}
+    audited = {record.phase: record.recomputed for record in receipt.phases}
     assert audited["actor_forward"] > 0
     assert audited["reference"] == audited["validation"] == 0
 

@@ -7,29 +7,33 @@ from aqnpipe.training.noise_plan import required_passes
 
 
 def required(spec):
-    return {passes.phase: passes for passes in required_passes(spec)}
+    """Return (sequences read, sequences trained on) by step, for each phase; of validations whether one is due."""
+    found = {}
+    for row in required_passes(spec):
+        read = bool(row.passes) if row.phase == "validation" else row.sequences
+        assert bool(row.passes) == bool(read)
+        found.setdefault(row.phase, []).append((read, row.trained_sequences))
+    return found
 
 
 def test_every_step_has_a_rollout_a_reference_and_an_actor_of_its_sequences():
-    found = required(
-        training_spec(num_steps=3, prompts_per_step=2, rollouts_per_prompt=4, micro_batch_size=8, validate_every=2)
-    )
-    assert list(found) == ["rollout", "reference", "actor_forward", "validation"]
-    for phase in ("rollout", "reference"):
-        assert (list(found[phase].steps), found[phase].sequences) == ([0, 1, 2], 8)
-        assert not found[phase].drops
-    actor = found["actor_forward"]
-    assert (list(actor.steps), list(actor.trained_steps), actor.trained_sequences) == ([], [0, 1, 2], 8)
-    assert (list(found["validation"].steps), found["validation"].sequences) == ([2, 3], None)
+    spec = training_spec(num_steps=3, prompts_per_step=2, rollouts_per_prompt=4, micro_batch_size=8, validate_every=2)
+    assert required(spec) == {
+        "rollout": [(8, 0)] * 3,
+        "reference": [(8, 0)] * 3,
+        "actor_forward": [(0, 8)] * 3,
+        "validation": [(False, 0), (False, 0), (True, 0), (True, 0)],
+    }
+    assert [row.step for row in required_passes(spec)] == [0, 1, 2] * 3 + [0, 1, 2, 3]
+    assert {row.sequences for row in required_passes(spec) if row.phase == "validation"} == {None}
 
 
 def test_steps_that_share_a_rollout_score_the_whole_of_it_before_the_first():
     found = required(
         training_spec(num_steps=4, prompts_per_step=2, rollouts_per_prompt=4, micro_batch_size=4, steps_per_rollout=2)
     )
-    for phase in ("rollout", "reference", "actor_forward"):
-        assert (list(found[phase].steps), found[phase].sequences) == ([0, 2], 16)
-    assert (list(found["actor_forward"].trained_steps), found["actor_forward"].trained_sequences) == ([0, 1, 2, 3], 8)
+    assert found["rollout"] == found["reference"] == [(16, 0), (0, 0)] * 2
+    assert found["actor_forward"] == [(16, 8), (0, 8)] * 2
 
 
 def test_without_a_kl_term_there_is_no_reference_and_a_correction_scores_what_was_drawn():
@@ -38,15 +42,17 @@ def test_without_a_kl_term_there_is_no_reference_and_a_correction_scores_what_wa
     corrected = spec.model_copy(
         update={"arm": spec.arm.model_copy(update={"importance_sampling": ImportanceSampling()})}
     )
-    assert (list(required(corrected)["actor_forward"].steps), required(corrected)["actor_forward"].sequences) == (
-        [0, 1],
-        4,
-    )
+    assert required(corrected)["actor_forward"] == [(4, 4), (4, 4)]
 
 
 def test_workers_share_the_sequences():
-    found = required(
-        training_spec(prompts_per_step=4, rollouts_per_prompt=2, micro_batch_size=2, num_workers=2, dtype="bfloat16")
-    )
-    assert {passes.num_format for passes in found.values()} == {"bfloat16"}
-    assert (found["rollout"].sequences, found["actor_forward"].trained_sequences) == (4, 4)
+    spec = training_spec(prompts_per_step=4, rollouts_per_prompt=2, micro_batch_size=2, num_workers=2, dtype="bfloat16")
+    assert required(spec)["rollout"][0] == (4, 0)
+    assert required(spec)["actor_forward"][0] == (0, 4)
+
+
+def test_only_the_actor_may_have_dropout():
+    spec = training_spec(dtype="bfloat16")
+    formats = {row.phase: row.formats for row in required_passes(spec)}
+    assert formats.pop("actor_forward") == {"bfloat16", "bfloat16 with dropout"}
+    assert set(map(tuple, formats.values())) == {("bfloat16",)}

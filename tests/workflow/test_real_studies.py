@@ -148,7 +148,7 @@ def test_arms_of_a_real_study_train_and_are_evaluated(name, arms, tmp_path):
     for arm in arms:
         run = run_by_stages(plan, arm, tmp_path)
         receipt = read_json(run / "receipt.json", Receipt).check()
-        noised = {record.phase for record in receipt.phases if record.noised_calls > 0}
+        noised = {record.phase for record in receipt.phases if record.calls > 0}
         expected = {"rollout", "reference", "actor_forward", "backward"} if study.arms[arm].operator_noise else set()
         assert noised == expected
         assert (receipt.aqn is None) == (study.arms[arm].aqn is None)

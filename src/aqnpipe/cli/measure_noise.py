@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from aqnpipe.noise.receipts.receipt import Receipt
-    from aqnpipe.noise.receipts.rows import NoiseCell
+    from aqnpipe.noise.receipts.table import Row
 
 
 def measure_noise(
@@ -94,13 +94,13 @@ def _coverage(receipt: "Receipt") -> "Table":
         share = record.noised_share
         table.add_row(
             record.phase,
-            str(record.forwards),
-            f"{record.noised_calls:,}",
+            str(record.passes),
+            f"{record.calls:,}",
             "-" if share is None else f"{share:.1%}",
             f"{requested:.4g}" if requested else "none",
             _with_error(measured, elements) if elements else "-",
             f"{elements:,}",
-            "-" if record.phase == "backward" else f"{record.reference.scale:.4g}",
+            "-" if record.phase == "backward" else f"{record.reference_scale:.4g}",
         )
     return table
 
@@ -109,7 +109,7 @@ def _operators(receipt: "Receipt") -> "Table":
     """Return a table with a row per phase and operator, summed over layers."""
     left, right = ["phase", "operator", "layers", "error"], ["calls", "elements", "requested", "measured"]
     table = table_of("operators", left, right)
-    groups: dict[tuple[str, str, str, float], list[NoiseCell]] = {}
+    groups: dict[tuple[str, str, str, float], list[Row]] = {}
     for cell in receipt.cells:
         operator = f"{cell.operator} (lm_head)" if cell.layer is None and not cell.is_module else cell.operator
         groups.setdefault((cell.phase, operator, cell.kind, cell.requested), []).append(cell)

@@ -77,7 +77,7 @@ class RolloutNoise(PassNoise):
     def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
         """Return a recorder for one rollout."""
         recorder = ReceiptRecorder(
-            self, expected_phases=(self.phase,), num_layers=num_layers, num_norms=num_norms, watch_norms=True
+            self, expected_phases=(self.phase,), num_layers=num_layers, num_norms=num_norms, norms_watched=True
         )
         recorder.expect_clean_norms(self.clean_norms)
         return recorder
@@ -108,7 +108,9 @@ def pass_receipt(noise: PassNoise, measurements: Sequence[PassMeasurements]) -> 
     states_by_rank = zip(*(shard.states for shard in measurements), strict=True)
     merged = [merge_states(states, per_worker_draws=False) for states in states_by_rank]
     if len(merged) > 1:
-        workers = [WorkerMeasurements(rank, len(merged), state) for rank, state in enumerate(merged)]
+        workers = [
+            WorkerMeasurements(rank=rank, num_workers=len(merged), state=state) for rank, state in enumerate(merged)
+        ]
         return merged_receipt(recorder, workers)
     recorder.restore(merged[0])
     return recorder.receipt()

@@ -59,7 +59,7 @@ class AQNCallback(TrainerCallback):
         self._factors = target_factors(network, self._aqn, None)
         sizes: Any = {"num_norms": num_rms_norms(network), "num_layers": len(decoder_layers(network)), **self._steps}
         # TRL decides in which steps rollouts are drawn.
-        sizes |= {"expected_phases": (), "steps_per_rollout": 0, "watch_norms": True, "seed": self._seed}
+        sizes |= {"expected_phases": (), "steps_per_rollout": 0, "norms_watched": True, "seed": self._seed}
         self._recorder = ReceiptRecorder(NoiseSpec(aqn=self._aqn), **sizes)
         self._network, self._state, self._step, self._micro_steps = network, state, -1, 0
         network.generate = partial(self._generate, network.generate)

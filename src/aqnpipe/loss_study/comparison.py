@@ -285,9 +285,9 @@ def _condition(side: _Side, table: pl.DataFrame, receipts: LossStudyReceipts, un
         seed_sd=float(seed_means.std(ddof=1)) if len(seed_means) > 1 else None,
         mean_text_loss=float(rows["text_loss"].to_numpy().mean()),
         survival_rate=_survival(passes),
-        gradient_zeroed_share=_share([flow.zeroed_elements for flow in flows], [flow.elements for flow in flows]),
+        gradient_zeroed_share=_share([flow.zeroed for flow in flows], [flow.elements for flow in flows]),
         gradient_zeroed_norm_share=_share(
-            [flow.zeroed_norm**2 for flow in flows], [flow.norm**2 for flow in flows], power=0.5
+            [(flow.zeroed_squares**0.5) ** 2 for flow in flows], [(flow.squares**0.5) ** 2 for flow in flows], power=0.5
         ),
         above_uniform=bool(side.losses.mean() > uniform),
     )
@@ -296,7 +296,7 @@ def _condition(side: _Side, table: pl.DataFrame, receipts: LossStudyReceipts, un
 def _survival(passes: Sequence[LossStudyPass]) -> float | None:
     cells = [cell for study_pass in passes for cell in study_pass.receipt.fault_cells]
     elements = sum(cell.elements for cell in cells)
-    return 1 - sum(cell.affected_elements for cell in cells) / elements if elements else None
+    return 1 - sum(cell.changed for cell in cells) / elements if elements else None
 
 
 def _share(part: Sequence[float], whole: Sequence[float], power: float = 1.0) -> float | None:

@@ -209,10 +209,11 @@ def run_pass(
         phase_noise(model, noise, "evaluation", key, recorder, hidden_sigmas=hidden_sigmas),
     ):
         for text in texts:
-            elements, affected = recorder.fault_counts("evaluation")
+            # Nothing but the faults counts elements in this phase.
+            before = recorder.seen("evaluation", "elements", "changed")
             losses = _token_losses(model, text, recorder if loss_pass.with_gradient else None)
-            elements_after, affected_after = recorder.fault_counts("evaluation")
-            seen = elements_after - elements
+            after = recorder.seen("evaluation", "elements", "changed")
+            seen = after.elements - before.elements
             rows.append(
                 {
                     "question_id": text.question_id,
@@ -225,7 +226,7 @@ def run_pass(
                     "text_loss": losses.mean().item(),
                     "scored_tokens": len(text.token_ids) - text.prompt_tokens,
                     "text_tokens": len(text.token_ids) - 1,
-                    "survival_rate": 1 - (affected_after - affected) / seen if seen else 1.0,
+                    "survival_rate": 1 - (after.changed - before.changed) / seen if seen else 1.0,
                 }
             )
     return pl.DataFrame(rows, schema_overrides={"order": pl.String}), LossStudyPass(
@@ -252,7 +253,7 @@ def _token_losses(model: Any, text: Text, recorder: ReceiptRecorder | None) -> t
     losses = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
     if recorder is not None:
         losses[text.prompt_tokens - 1 :].mean().backward()
-        recorder.count_forward("backward")
+        recorder.add("backward", passes=1)
     return losses.detach().cpu()
 
 

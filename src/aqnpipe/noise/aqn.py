@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, layer_of, norms_sha256, rms_norms, weight_of
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, noised_moments, spacing_of
-from aqnpipe.noise.receipts.rows import RatioSums, WeightCell, WeightSync, merged
+from aqnpipe.noise.receipts.table import AQN, Row
 from aqnpipe.seeding import derive_seed
 
 _RARE_EVENTS = 2.5
@@ -92,7 +93,7 @@ def _noised_norm_weights(
     hash_before = norms_sha256(model)
     try:
         requested, squares, elements = 0.0, 0.0, 0
-        ratios = [WeightCell(None)]
+        ratios = Row("rollout")
         with torch.no_grad():
             for index, (name, weight) in enumerate(weights.items()):
                 norm_sigma, count = sigma * factors[name], weight.numel()
@@ -103,15 +104,15 @@ def _noised_norm_weights(
                 squares, requested, elements = squares + added, requested + drawn, elements + count
                 if norm_sigma > 0:
                     sums = added, count, drawn, *_expected_sums(clean[name], norm_sigma)
-                    ratios.append(_scaled(None, *sums, norm_sigma))
-                    recorder.measure_sigma_factor(_scaled(layer_of(name), *sums, sigma))
+                    ratios.add(**_scaled(*sums, norm_sigma))
+                    recorder.add("rollout", None, layer_of(name), AQN, **_scaled(*sums, sigma))
         yield
     finally:
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(clean[name])
         sigmas = sigma, (requested / elements) ** 0.5, (squares / elements) ** 0.5
-        recorder.add_weight_sync(_weight_sync(model, step, sigmas, len(weights), merged(ratios), hash_before))
+        recorder.weight_syncs.append(_weight_sync(model, step, sigmas, len(weights), ratios, hash_before))
 
 
 @contextmanager
@@ -126,9 +127,9 @@ def _noised_hidden_states(
     finally:
         measured, ratios = _settled(recorder, sigmas, sigma, "rollout")
         # All layers have the same size. A layer without noise was not measured and counts as 0.
-        found = [measured[layer].squares / measured[layer].count if layer in measured else 0.0 for layer in sigmas]
+        found = [measured.get(layer, 0.0) for layer in sigmas]
         of_rollout = sigma, _root_mean([layer_sigma**2 for layer_sigma in sigmas.values()]), _root_mean(found)
-        recorder.add_weight_sync(_weight_sync(model, step, of_rollout, len(sigmas), ratios, hash_before))
+        recorder.weight_syncs.append(_weight_sync(model, step, of_rollout, len(sigmas), ratios, hash_before))
 
 
 @contextmanager
@@ -146,17 +147,41 @@ def noised_actor(
 
 def _settled(
     recorder: ReceiptRecorder, sigmas: Mapping[int, float], sigma: float, phase: Phase
-) -> tuple[dict[int, RatioSums], WeightCell]:
-    """Record the noise on hidden states by layer; return its errors by layer, and all of them in units of sigma."""
-    measured = {layer: errors for layer, errors in recorder.settle_hidden(sigmas).items() if errors.count}
-    ratios = [WeightCell(None)]
-    for layer, errors in measured.items():
-        expected = errors.expected_sums(sigmas[layer])
-        drawn = errors.count * sigmas[layer] ** 2
-        of_layer = _scaled(layer, errors.squares, errors.count, drawn, *expected, sigma)
-        recorder.measure_sigma_factor(replace(of_layer, phase=phase))
-        ratios.append(_scaled(None, errors.squares, errors.count, drawn, *expected, sigmas[layer]))
-    return measured, merged(ratios)
+) -> tuple[dict[int, float], Row]:
+    """Record the noise on hidden states by layer; return mean squares by layer, and all errors in units of sigma."""
+    measured, ratios = {}, Row(phase)
+    for layer in dict.fromkeys(layer for layer, _, _ in recorder.hidden):
+        samples = [(before, after) for of_layer, before, after in recorder.hidden if of_layer == layer]
+        squares, count, mean, variance = relative_sums(samples, sigmas[layer])
+        if count:
+            measured[layer], drawn = squares / count, count * sigmas[layer] ** 2
+            recorder.add(phase, None, layer, AQN, **_scaled(squares, count, drawn, mean, variance, sigma))
+            ratios.add(**_scaled(squares, count, drawn, mean, variance, sigmas[layer]))
+    recorder.hidden.clear()
+    return measured, ratios
+
+
+def relative_sums(samples: list[tuple[Tensor, Tensor]], sigma: float) -> tuple[float, int, float, float]:
+    """Return the sum of squares of relative errors, their number, the expected sum, and its variance.
+
+    Errors of 16-bit tensors are of the noise and the rounding of the result (see `rounding`).
+    """
+    squares, count, rounded, mean, variance = 0.0, 0, 0, 0.0, 0.0
+    for before, after in samples:
+        # In numpy: on short samples its calls cost a fraction of torch's.
+        clean, used = (values.double().cpu().numpy() for values in (before, after))
+        known = clean != 0
+        squares, count = (
+            squares + float(np.square((used - clean)[known] / clean[known]).sum()),
+            count + int(known.sum()),
+        )
+        if sigma and before.dtype in ROUNDED_DTYPES:
+            means, variances = noised_moments(before, sigma * np.abs(clean))
+            rounded += int(known.sum())
+            mean += float((means[known] / clean[known] ** 2).sum())
+            variance += float((variances[known] / clean[known] ** 4).sum())
+    exact = count - rounded
+    return squares, count, mean + exact * sigma**2, variance + 2 * exact * sigma**4
 
 
 def _root_mean(squares: list[float]) -> float:
@@ -174,15 +199,19 @@ def _expected_sums(clean: Tensor, sigma: float) -> tuple[float, float]:
     return float(mean.sum()), float(variance.sum()) + (_RARE_EVENTS * largest_step) ** 2
 
 
-def _scaled(
-    layer: int | None, squares: float, elements: int, drawn: float, mean: float, variance: float, sigma: float
-) -> WeightCell:
-    """Return sums of squared noise in units of sigma^2."""
-    return WeightCell(layer, squares / sigma**2, elements, drawn / sigma**2, mean / sigma**2, variance / sigma**4)
+def _scaled(squares: float, elements: int, drawn: float, mean: float, variance: float, sigma: float) -> dict[str, Any]:
+    """Return columns of squared noise in units of sigma^2."""
+    return {
+        "squares": squares / sigma**2,
+        "elements": elements,
+        "drawn_squares": drawn / sigma**2,
+        "expected_squares": mean / sigma**2,
+        "expected_variance": variance / sigma**4,
+    }
 
 
 def _weight_sync(
-    model: nn.Module, step: int, sigmas: tuple[float, float, float], targets: int, ratios: WeightCell, before: str
+    model: nn.Module, step: int, sigmas: tuple[float, float, float], targets: int, ratios: Row, before: str
 ) -> WeightSync:
     """Return the record of a redraw. `sigmas`: scheduled, requested, measured; `before`: digest of clean weights."""
     count = ratios.elements

@@ -60,7 +60,7 @@ def measure_arm(
         logits = model(input_ids=tokens, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
-    recorder.count_forward("backward")
+    recorder.add("backward", passes=1)
     model.zero_grad(set_to_none=True)
     return recorder.receipt()
 

@@ -19,7 +19,7 @@ from aqnpipe.config.noise import (
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.config.study import Study
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.rows import NoiseCell, PhaseRecord
+from aqnpipe.noise.receipts.table import Row
 from aqnpipe.report import numbers, tables
 from aqnpipe.report.inputs import Evaluated, ReportData, Run
 from aqnpipe.report.tables import Part, RunLink, Table, table_of
@@ -97,7 +97,7 @@ def evaluation_overview(evaluations: Sequence[Evaluated], words: Words, run_link
     return table_of("evaluation-receipts", caption, rows, columns, words, num_text_columns=2, note=lost)
 
 
-def _lost_text(cells_of: Sequence[tuple[str, Sequence[NoiseCell]]], words: Words) -> str:
+def _lost_text(cells_of: Sequence[tuple[str, Sequence[Row]]], words: Words) -> str:
     """Return a warning about runs or checkpoints whose noise the number format swallowed; empty if there are none."""
     lost = {name: [cell for cell in cells if cell.is_lost] for name, cells in cells_of}
     shares = [
@@ -164,30 +164,30 @@ def phase_table(receipt: Receipt, words: Words) -> Table:
     return table_of("phases", words("receipts.phases"), rows, columns, words)
 
 
-def _phase_row(receipt: Receipt, record: PhaseRecord, words: Words) -> dict[str, Any]:
+def _phase_row(receipt: Receipt, record: Row, words: Words) -> dict[str, Any]:
     requested = _requested_in(receipt, record.phase)
     measured = [cell for cell in receipt.cells if cell.phase == record.phase]
-    key, value = ("scale", record.reference.scale) if requested else ("difference", record.reference.largest_difference)
-    reference_check = words(f"receipts.reference_check.{key}", value=value, elements=record.reference.elements)
-    unrequested = not requested and bool(record.noised_calls)
+    key, value = ("scale", record.reference_scale) if requested else ("difference", record.largest_difference)
+    reference_check = words(f"receipts.reference_check.{key}", value=value, elements=record.compared)
+    unrequested = not requested and bool(record.calls)
     found = bool(record.escaped) or bool(record.contradictions)
     return {
         "phase": record.phase.replace("_", " "),
         "noise_requested": _requested_text(requested, words),
         **_measured(measured, [], words),
-        "noised_calls": record.noised_calls,
+        "noised_calls": record.calls,
         "noised_share": record.noised_share,
         "recomputed_numbers": _recomputed_text(record, words),
-        "reference_check": reference_check if record.reference.elements else None,
+        "reference_check": reference_check if record.compared else None,
         "alert": found or unrequested or bool(requested and not measured),
     }
 
 
-def _recomputed_text(record: PhaseRecord, words: Words) -> str:
+def _recomputed_text(record: Row, words: Words) -> str:
     """Return how many numbers of the noise were recomputed, and their largest difference from those used."""
-    if not record.recomputed_numbers:
+    if not record.recomputed:
         return numbers.MISSING
-    return words("receipts.recomputed", numbers=record.recomputed_numbers, deviation=record.largest_deviation)
+    return words("receipts.recomputed", numbers=record.recomputed, deviation=record.largest_deviation)
 
 
 def _requested_in(receipt: Receipt, phase: Phase) -> list[OperatorNoise | ModuleNoise]:
@@ -219,7 +219,7 @@ def _error_text(noise: OperatorNoise | ModuleNoise) -> str:
             return f"{where}{error.kind.replace('_', ' ')} {numbers.scale(error.scale)}"
 
 
-def _measured(cells: Sequence[NoiseCell], compared: Sequence[Receipt], words: Words) -> dict[str, Any]:
+def _measured(cells: Sequence[Row], compared: Sequence[Receipt], words: Words) -> dict[str, Any]:
     """Return size measured, its deviation in %, standard error in %, elements; operators and modules pooled apart.
 
     Where nothing was noised, the size is the difference of the outputs from plain torch in `compared`.
@@ -242,7 +242,7 @@ def _measured(cells: Sequence[NoiseCell], compared: Sequence[Receipt], words: Wo
     }
 
 
-def _root_mean_square(cells: Sequence[NoiseCell], *, relative: bool) -> float:
+def _root_mean_square(cells: Sequence[Row], *, relative: bool) -> float:
     """Return the root mean square of the measured sizes over all elements; `relative`: of measured / requested."""
     squares = sum(
         ((cell.measured or 0.0) / (cell.requested if relative else 1.0)) ** 2 * cell.measured_elements for cell in cells
@@ -275,9 +275,7 @@ def _sync_ratio(receipt: Receipt) -> str:
 
 
 def _reference_check_text(receipts: Sequence[Receipt], words: Words) -> str:
-    difference = max(
-        (record.reference.largest_difference for receipt in receipts for record in receipt.phases), default=0.0
-    )
+    difference = max((record.largest_difference for receipt in receipts for record in receipt.phases), default=0.0)
     return words("receipts.exactly_none") if difference == 0 else words("receipts.differs", value=difference)
 
 

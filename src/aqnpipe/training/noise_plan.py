@@ -14,8 +14,8 @@ from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.noise.aqn import target_factors
 from aqnpipe.noise.injection.faults import ActiveFaults
-from aqnpipe.noise.receipts.passes import RequiredPasses
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.table import Row
 from aqnpipe.noise.schedule import sigma_at
 
 
@@ -61,10 +61,10 @@ def build_noise_plan(
         num_steps=spec.num_steps,
         num_epochs=spec.training.epochs,
         steps_per_rollout=spec.training.steps_per_rollout,
-        watch_norms=True,
+        norms_watched=True,
         layer_factors=layer_factors,
         seed=spec.random_seed,
-        required_passes=required_passes(spec),
+        required=required_passes(spec),
     )
     return NoisePlan(
         seed=spec.random_seed,
@@ -104,32 +104,29 @@ def _expected_phases(training: TrainingConfig) -> tuple[Phase, ...]:
     return tuple(phase for phase in TRAINING_PHASES if phase != "reference" or training.kl_coefficient > 0)
 
 
-def required_passes(spec: TrainingSpec) -> list[RequiredPasses]:
-    """Return what each phase must do on each worker of a run; the backward passes are those of the actor's graphs.
+def required_passes(spec: TrainingSpec) -> tuple[Row, ...]:
+    """Return what each phase must do on each worker in each step; the backward passes are those of the actor's graphs.
 
     A rollout, and with a KL term the reference, read every sequence of a batch once, and so does the actor for the old
     log-probabilities, where several steps learn from one batch or a correction compares the sampler with them. In every
-    step the actor is trained on the sequences of that step.
+    step the actor is trained on the sequences of that step, and may have dropout. A validation reads any number.
     """
-    training, num_format = spec.training, spec.dtype
-    every_step = range(spec.num_steps)
+    training, num_format, steps = spec.training, spec.dtype, range(spec.num_steps)
     batches = range(0, spec.num_steps, training.steps_per_rollout)
+    validations = training.validation_steps(spec.num_steps)
     of_step = training.sequences_per_step // training.num_workers
-    of_batch = of_step * training.steps_per_rollout
+    of_batch = {step: of_step * training.steps_per_rollout if step in batches else 0 for step in steps}
     scores_old = training.steps_per_rollout > 1 or spec.arm.importance_sampling is not None
-    actor = RequiredPasses(
-        "actor_forward",
-        num_format,
-        steps=batches if scores_old else (),
-        sequences=of_batch,
-        trained_steps=every_step,
-        trained_sequences=of_step,
-        drops=True,
+    reads: tuple[Phase, ...] = ("rollout", "reference") if training.kl_coefficient else ("rollout",)
+
+    def row(phase: Phase, step: int, sequences: int | None, **columns: Any) -> Row:
+        return Row(
+            phase, step, sequences=sequences, **{"passes": int(bool(sequences)), "formats": {num_format}, **columns}
+        )
+
+    trained = {"trained_sequences": of_step, "formats": {num_format, f"{num_format} with dropout"}}
+    return (
+        *(row(phase, step, of_batch[step]) for phase in reads for step in steps),
+        *(row("actor_forward", step, of_batch[step] if scores_old else 0, **trained) for step in steps),
+        *(row("validation", step, None, passes=int(step in validations)) for step in range(spec.num_steps + 1)),
     )
-    reference = RequiredPasses("reference", num_format, steps=batches, sequences=of_batch)
-    return [
-        RequiredPasses("rollout", num_format, steps=batches, sequences=of_batch),
-        *([reference] if training.kl_coefficient else []),
-        actor,
-        RequiredPasses("validation", num_format, steps=training.validation_steps(spec.num_steps)),
-    ]

@@ -206,7 +206,7 @@ def save_rank_state(
 ) -> None:
     """Write the measurements of `rank` into a resume point."""
     state = RankState(
-        receipt=noise.recorder.state().to_json(),
+        receipt=noise.recorder.state().model_dump_json(),
         faults=noise.faults.states(),
         validation_accuracy=dict(validation_accuracy),
         audit=audit.state(),
@@ -217,7 +217,7 @@ def save_rank_state(
 def load_rank_state(point: Path, rank: int, noise: NoisePlan, audit: TrainingAudit) -> dict[int, float]:
     """Restore recorder, faults and audit from a resume point; return the validation accuracies by step."""
     state = RankState.model_validate_json((point / _state_name(rank)).read_bytes())
-    noise.recorder.restore(RecorderState.from_json(state.receipt))
+    noise.recorder.restore(RecorderState.model_validate_json(state.receipt))
     noise.faults.restore(state.faults)
     audit.restore(state.audit)
     return state.validation_accuracy

@@ -37,7 +37,7 @@ from aqnpipe.models.loading import load_tokenizer, weights_sha256
 from aqnpipe.models.sharding import shard_model
 from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_receipt, read_measurements
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.rows import WeightSync
+from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
@@ -158,7 +158,7 @@ def _receipt_of_all(trainer: NoisyGRPOTrainer, workspace: Workspace) -> Receipt 
     recorder, (rank, num_workers) = trainer.noise_plan.recorder, rank_and_size()
     if num_workers == 1:
         return recorder.receipt().check()
-    WorkerMeasurements(rank, num_workers, recorder.state()).write(workspace.measurements)
+    WorkerMeasurements(rank=rank, num_workers=num_workers, state=recorder.state()).write(workspace.measurements)
     trainer.accelerator.wait_for_everyone()
     if rank > 0:
         return None

@@ -20,7 +20,7 @@ def compared(model):
     requested = NoiseSpec(aqn=AQN)
     num_norms = len(rms_norms(model))
     recorder = ReceiptRecorder(
-        requested, expected_phases=("rollout",), num_layers=2, num_norms=num_norms, watch_norms=True
+        requested, expected_phases=("rollout",), num_layers=2, num_norms=num_norms, norms_watched=True
     )
 
     def compared(factors=None, position=POSITION, sigma=SIGMA, phase="rollout"):

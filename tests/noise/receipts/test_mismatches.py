@@ -168,7 +168,7 @@ def test_mismatches_survive_saving_and_are_absent_from_a_receipt_without_any(mod
     assert "mismatches" not in recorder.receipt().model_dump_json()
     recorder.note_installed("rollout", faults=())
     restored = ReceiptRecorder(REQUESTED, expected_phases=(), num_layers=3, num_norms=7)
-    restored.restore(RecorderState.from_json(recorder.state().to_json()))
+    restored.restore(RecorderState.model_validate_json(recorder.state().model_dump_json()))
     (mismatch,) = restored.receipt().mismatches
     assert mismatch.startswith("rollout: faults: installed [], requested [{")
 

@@ -2,35 +2,60 @@
 
 import pytest
 
-from aqnpipe.noise.receipts.passes import PassRow, RequiredPasses, pass_problems
+from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
+from aqnpipe.noise.receipts.passes import pass_problems
+from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.table import Row
 
-REQUIRED = [
-    RequiredPasses("rollout", "float32", steps=(0, 2), sequences=8),
-    RequiredPasses(
-        "actor_forward", "float32", steps=(0, 2), sequences=8, trained_steps=range(4), trained_sequences=4, drops=True
+F, DROPOUT = {"float32"}, {"float32", "float32 with dropout"}
+REQUIRED = (
+    *(Row("rollout", step, passes=read, sequences=8 * read, formats=F) for step, read in enumerate((1, 0, 1, 0))),
+    *(
+        Row("actor_forward", step, passes=read, sequences=8 * read, trained_sequences=4, formats=DROPOUT)
+        for step, read in enumerate((1, 0, 1, 0))
     ),
-    RequiredPasses("validation", "float32", steps=(4,)),
-]
-PARTS = {"rollout": 3, "actor_forward": 3, "backward": 2}
+    *(Row("validation", step, passes=int(step == 4), formats=F) for step in range(5)),
+)
+NOISE = OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("rollout", "actor_forward", "backward"))
 
 
 def rows_of_a_run():
     """Four steps of two batches, in micro-batches of two sequences; three parts have noise, two of them gradients."""
-    rows = [PassRow("validation", 4, passes=9, sequences=2, noised_parts=0, formats={"float32"})]
+    rows = [Row("validation", 4, passes=9, sequences=2, noised_parts=0, formats={"float32"})]
     for step in range(4):
         if step % 2 == 0:
-            rows.append(PassRow("rollout", step, passes=5, sequences=8, noised_parts=15, formats={"float32"}))
+            rows.append(Row("rollout", step, passes=5, sequences=8, noised_parts=15, formats={"float32"}))
         scored = 8 if step % 2 == 0 else 0
         passes = 2 + scored // 2
         rows += [
-            PassRow("actor_forward", step, passes, 2, scored, 4, 3 * passes, {"float32 with dropout"}),
-            PassRow("backward", step, 2, noised_parts=4),
+            Row(
+                "actor_forward",
+                step,
+                passes=passes,
+                gradient_passes=2,
+                sequences=scored,
+                trained_sequences=4,
+                noised_parts=3 * passes,
+                formats={"float32 with dropout"},
+            ),
+            Row("backward", step, passes=2, noised_parts=4),
         ]
-    return {row.place: row for row in rows}
+    return {(row.phase, row.step): row for row in rows}
 
 
-def problems_of(rows, steps_done=4):
-    return pass_problems(REQUIRED, rows, PARTS, steps_done)
+def problems_of(rows, steps_done=4, num_workers=1):
+    """Two layers and the output projection have noise, and gradients of the last two of them."""
+    receipt = Receipt(
+        operator_noise=NOISE,
+        expected_phases=(),
+        required=REQUIRED,
+        rows=(*rows.values(), Row("actor_forward", gradients={1, 2})),
+        num_layers=2,
+        num_norms=5,
+        num_steps=4,
+        num_workers=num_workers,
+    )
+    return pass_problems(receipt, steps_done)
 
 
 def test_a_run_that_did_what_its_study_requires_has_no_problems():
@@ -93,7 +118,7 @@ def test_a_row_that_is_missing_or_different_is_a_problem(place, changes, problem
 
 def test_a_rollout_in_a_step_that_needs_none_is_a_problem():
     rows = rows_of_a_run()
-    rows["rollout", 1] = PassRow("rollout", 1, passes=5, sequences=8, noised_parts=15, formats={"float32"})
+    rows["rollout", 1] = Row("rollout", 1, passes=5, sequences=8, noised_parts=15, formats={"float32"})
     assert problems_of(rows) == [
         "rollout: 8 sequences were read from their first token on, the study needs 0, in step 1"
     ]
@@ -110,7 +135,7 @@ def test_steps_with_the_same_problem_are_one_line():
 def test_what_an_engine_does_not_count_is_not_compared_but_its_passes_are():
     rows = rows_of_a_run()
     for step in (0, 2):
-        rows["rollout", step] = PassRow("rollout", step, passes=7)
+        rows["rollout", step] = Row("rollout", step, passes=7)
     assert problems_of(rows) == []
     rows["rollout", 2].passes = 0
     assert problems_of(rows) == ["rollout: no pass of it was seen, in step 2"]
@@ -118,5 +143,11 @@ def test_what_an_engine_does_not_count_is_not_compared_but_its_passes_are():
 
 def test_rows_of_two_workers_need_twice_the_sequences():
     rows = rows_of_a_run()
-    rows["rollout", 0] = PassRow("rollout", 0, 10, 0, 16, 0, 30, {"float32"}, workers=2)
-    assert problems_of(rows) == []
+    for row in rows.values():
+        for name in ("passes", "gradient_passes", "sequences", "trained_sequences", "noised_parts"):
+            setattr(row, name, 2 * (getattr(row, name) or 0))
+    assert problems_of(rows, num_workers=2) == []
+    rows["rollout", 0].sequences = 8
+    assert problems_of(rows, num_workers=2) == [
+        "rollout: 8 sequences were read from their first token on, the study needs 16, in step 0"
+    ]

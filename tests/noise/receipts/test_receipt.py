@@ -11,9 +11,10 @@ from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, Relative
 from aqnpipe.errors import ReceiptError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.injection.phase import phase_noise
+from aqnpipe.noise.receipts.operator_checks import size_problems
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.rows import NoiseCell, RatioSums, ReferenceSums
+from aqnpipe.noise.receipts.table import Row
 
 NOISE = OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("rollout",))
 
@@ -28,23 +29,37 @@ def receipt_of(model, operator_noise=NOISE, module_noise=None, forwards=4):
 
 
 def with_cell(receipt, index=0, **changes):
-    cells = list(receipt.cells)
-    cells[index] = replace(cells[index], **changes)
-    return receipt.model_copy(update={"cells": tuple(cells)})
+    changed = receipt.cells[index]
+    return with_rows(receipt, [replace(row, **changes) if row is changed else row for row in receipt.rows])
 
 
 def with_phase(receipt, **changes):
-    return receipt.model_copy(update={"phases": (replace(receipt.phases[0], **changes),)})
+    """Columns of the only phase that are others, in all of its rows together."""
+    cleared = {name: type(value)() for name, value in changes.items()}
+    return with_rows(receipt, [*(replace(row, **cleared) for row in receipt.rows), Row("rollout", **changes)])
+
+
+def with_rows(receipt, rows):
+    return receipt.model_copy(update={"rows": tuple(rows)})
 
 
 def ratios(measured, rounding=0.0, count=1000):
     """Sums of errors with this root mean square, and of what rounding adds."""
-    return RatioSums(count=count, squares=count * measured**2, rounding_squares=count * rounding**2)
+    return {"measured_elements": count, "squares": count * measured**2, "rounding_squares": count * rounding**2}
 
 
 @pytest.fixture
 def honest(model):
     return receipt_of(model).check()
+
+
+def test_a_receipt_is_shown_in_a_line_per_phase(honest):
+    shown = str(honest).splitlines()
+    assert shown[0] == "requested     relative_gaussian 0.05 in rollout"
+    assert shown[1].startswith("rollout       4 passes, 112 calls with an error of size 0.0")
+    assert shown[2:] == ["accepted"]
+    refused = str(with_phase(honest, compared=0)).splitlines()
+    assert refused[2:] == ["REFUSED       rollout: no operator output was compared with plain torch"]
 
 
 def test_a_receipt_survives_its_file(honest):
@@ -63,7 +78,7 @@ def test_a_receipt_survives_its_file(honest):
     ],
 )
 def test_noise_may_lose_what_rounding_explains(honest, measured, rounding, accepted):
-    receipt = with_cell(honest, ratios=ratios(measured, rounding or 0.0))
+    receipt = with_cell(honest, **ratios(measured, rounding or 0.0))
     assert (receipt.problems() == []) == accepted
     if not accepted:
         with pytest.raises(ReceiptError, match=rf"measured scale {measured}, requested 0\.05, of which rounding"):
@@ -85,7 +100,7 @@ def test_many_contradictions_are_counted(honest):
     ("changes", "message"),
     [
         ({"audited_passes": {}}, "rollout: none of its 4 passes was audited"),
-        ({"recomputed_numbers": 0}, "rollout: no number of its noise was recomputed"),
+        ({"recomputed": 0}, "rollout: no number of its noise was recomputed"),
     ],
 )
 def test_a_phase_without_an_audit_is_refused(honest, changes, message):
@@ -101,13 +116,13 @@ def test_a_cell_that_requests_something_else_is_refused(honest):
 
 def test_a_cell_without_measurements_is_refused(honest):
     with pytest.raises(ReceiptError, match="noised calls but nothing measured"):
-        with_cell(honest, ratios=RatioSums()).check()
+        with_cell(honest, **ratios(0.0, count=0)).check()
 
 
 def test_a_layer_without_its_products_is_refused(honest):
-    cells = tuple(cell for cell in honest.cells if (cell.operator, cell.layer) != ("bmm", 1))
+    rows = [row for row in honest.rows if (row.operator, row.layer) != ("bmm", 1)]
     with pytest.raises(ReceiptError, match=r"no product of attention was noised in layers \[1\]"):
-        honest.model_copy(update={"cells": cells}).check()
+        with_rows(honest, rows).check()
 
 
 def test_operator_noise_beside_module_noise_alone_is_refused(model):
@@ -121,7 +136,7 @@ def test_operator_noise_beside_module_noise_alone_is_refused(model):
 
 def test_a_reference_check_without_elements_is_refused(honest):
     with pytest.raises(ReceiptError, match="no operator output was compared"):
-        with_phase(honest, reference=ReferenceSums()).check()
+        with_phase(honest, compared=0).check()
 
 
 def test_no_noise_requested_and_none_measured_passes(model):
@@ -154,7 +169,7 @@ def test_noise_for_a_phase_that_the_run_does_not_have_is_refused(model, requeste
 
 def test_operations_without_noise_are_refused_where_all_were_to_have_it(honest, model):
     (record,) = honest.phases
-    assert record.noised_flops == record.forward_flops
+    assert record.noised_flops == record.flops
     with pytest.raises(ReceiptError, match=r"\d+ of \d+ operations of its forward passes had no noise"):
         with_phase(honest, noised_flops=record.noised_flops - record.noised_flops // 500).check()
     part = receipt_of(model, NOISE.model_copy(update={"include_lm_head": False}))
@@ -163,23 +178,16 @@ def test_operations_without_noise_are_refused_where_all_were_to_have_it(honest, 
 
 @pytest.mark.parametrize(("phase", "zeros", "problems"), [("backward", 16, 0), ("backward", 0, 1), ("rollout", 16, 1)])
 def test_gradients_that_are_zero_as_they_should_be_have_no_size(phase, zeros, problems):
-    cell = NoiseCell(
-        phase=phase,
-        operator="_softmax_backward_data",
-        layer=1,
-        error=RelativeGaussian(scale=0.05),
-        ratios=RatioSums(zeros=zeros),
-        calls=4,
-        elements=64,
-    )
-    assert len(cell.problems()) == problems
+    error = RelativeGaussian(scale=0.05)
+    cell = Row(phase, None, 1, "_softmax_backward_data", error, zeros=zeros, calls=4, elements=64)
+    assert len(size_problems(cell)) == problems
 
 
 @pytest.mark.parametrize("others_are_zero", [True, False])
 def test_noise_on_gradients_that_are_all_zero_has_no_size(honest, others_are_zero):
     cell = replace(honest.cells[0], phase="backward")
-    zero = replace(cell, ratios=RatioSums(zeros=16))
-    receipt = honest.model_copy(update={"cells": (zero, zero if others_are_zero else cell)})
+    zero = replace(cell, **ratios(0.0, count=0), zeros=16)
+    receipt = with_rows(honest, (zero, zero if others_are_zero else cell))
     assert (
         "backward noise has no size: all results that were recomputed are zero" in receipt.problems()
     ) == others_are_zero

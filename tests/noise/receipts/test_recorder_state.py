@@ -11,7 +11,6 @@ from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.rows import ReferenceSums
 
 NOISE = OperatorNoise(operators="matmul", error={"kind": "relative_gaussian", "scale": 0.05})
 FAULT = Fault(type="saturation", layer=1, magnitude=0.3, sparsity=0.3, threshold="cached")
@@ -39,10 +38,10 @@ def test_saving_and_restoring_changes_neither_receipt_nor_computation(model):
     first, faults = new_recorder(), ActiveFaults.of(SPEC.faults)
     for step in range(2):
         forward(model, first, step, faults)
-    saved = first.state().to_json()
+    saved = first.state().model_dump_json()
     second, faults = new_recorder(), ActiveFaults.of(SPEC.faults, faults.states())
-    second.restore(RecorderState.from_json(saved))
-    assert second.state().to_json() == saved
+    second.restore(RecorderState.model_validate_json(saved))
+    assert second.state().model_dump_json() == saved
     assert [forward(model, second, step, faults) for step in (2, 3)] == losses[2:], "the cached threshold was lost"
     assert second.receipt() == undisturbed.receipt()
 
@@ -51,29 +50,29 @@ def test_a_saved_state_is_a_copy(model):
     recorder = new_recorder()
     forward(model, recorder, 0, None)
     state = recorder.state()
-    before = state.to_json()
+    before = state.model_dump_json()
     forward(model, recorder, 1, None)
-    assert state.to_json() == before
-    assert recorder.state().to_json() != before
+    assert state.model_dump_json() == before
+    assert recorder.state().model_dump_json() != before
 
 
 def test_infinite_errors_survive():
     saved = new_recorder()
-    saved.add_audit("rollout", 2, math.inf, {}, ReferenceSums(elements=2, largest_difference=math.inf))
+    saved.add("rollout", recomputed=2, largest_deviation=math.inf, compared=2, largest_difference=math.inf)
     restored = new_recorder()
-    restored.restore(RecorderState.from_json(saved.state().to_json()))
+    restored.restore(RecorderState.model_validate_json(saved.state().model_dump_json()))
     record = restored.receipt().phases[0]
-    assert record.reference.largest_difference == record.largest_deviation == math.inf
+    assert record.largest_difference == record.largest_deviation == math.inf
 
 
 def test_sets_are_written_in_order():
     """The order of a set of texts is another one in every process, and a run has the same bytes in all of them."""
     recorder = new_recorder()
     for number in range(100):
-        recorder.count_module("rollout", f"layer{number:02}")
-        recorder.note_whole_audit("rollout", f"kind{number:02}")
-        recorder.note_gradient("rollout", 99 - number, needed=True)
-    record = json.loads(recorder.receipt().model_dump_json())["phases"][0]
+        recorder.add("rollout", modules={f"layer{number:02}"}, audited_whole={f"kind{number:02}"})
+        recorder.add("rollout", gradients={99 - number}, formats={f"format{number:02}"})
+    record = json.loads(recorder.receipt().model_dump_json())["rows"][0]
     assert record["modules"] == [f"layer{number:02}" for number in range(100)]
     assert record["audited_whole"] == [f"kind{number:02}" for number in range(100)]
+    assert record["formats"] == [f"format{number:02}" for number in range(100)]
     assert record["gradients"] == list(range(100))

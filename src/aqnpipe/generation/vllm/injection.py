@@ -21,7 +21,8 @@ is then the same on all.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,6 @@ from aqnpipe.noise.injection.hooks import keep, on_input, on_output
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.passes import PassRow
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 _SAMPLES = 64
@@ -116,10 +116,9 @@ class _Columns:
 
 
 class _CountedPasses:
-    """Counts the passes of an engine, which mixes rows of different lengths; `row` is the present one."""
+    """Does not observe the passes of an engine, which mixes rows of different lengths: they are counted."""
 
-    def __init__(self, phase: Phase, step: int) -> None:
-        self.row = PassRow(phase, step, passes=1)
+    columns: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Begin a pass."""
@@ -206,9 +205,9 @@ class EngineSites(ModelSites):
         """See `ModelSites`. All prompts are read first, mostly in one forward; rows may differ in their numbers."""
         return number > 0
 
-    def observation(self, phase: Phase, step: int, *, rounds: bool) -> _CountedPasses:
+    def observation(self, phase: Phase, *, rounds: bool) -> _CountedPasses:
         """See `ModelSites`."""
-        return _CountedPasses(phase, step)
+        return _CountedPasses()
 
     def request(self, request: Request) -> Request:
         """See `ModelSites`."""

@@ -24,7 +24,7 @@ def checked_measurements(
         raise ReceiptError(f"receipt refused: measurements of workers {ranks}, expected {num_workers}")
     workers = workers_of(replies)
     for worker in workers:
-        forwards = sum(phase.forwards for phase in worker.state.phases)
+        forwards = sum(phase.passes for phase in worker.state.phases)
         if forwards < min_forwards:
             raise ReceiptError(
                 f"receipt refused: vLLM's {worker.label} measured {forwards} forward passes, the responses took at "
@@ -48,7 +48,11 @@ def _check_audit(worker: WorkerMeasurements, num_forwards: int) -> None:
 def workers_of(replies: Sequence[Mapping[str, Any]]) -> list[WorkerMeasurements]:
     """Return the measurements of each worker, by rank, unchecked."""
     return [
-        WorkerMeasurements(reply["rank"], reply["num_workers"], RecorderState.from_json(reply["state"]))
+        WorkerMeasurements(
+            rank=reply["rank"],
+            num_workers=reply["num_workers"],
+            state=RecorderState.model_validate_json(reply["state"]),
+        )
         for reply in sorted(replies, key=lambda reply: int(reply["rank"]))
     ]
 

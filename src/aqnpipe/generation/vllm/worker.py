@@ -60,7 +60,7 @@ class _WorkerPass:
         return {
             "rank": rank,
             "num_workers": num_workers,
-            "state": self.recorder.state().to_json(),
+            "state": self.recorder.state().model_dump_json(),
             "shards": {operator: sorted(shards) for operator, shards in self.shards.items()},
         }
 

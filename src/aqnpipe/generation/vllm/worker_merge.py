@@ -5,19 +5,24 @@ shares that had noise must together be the whole. A worker without noise is refu
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.merge import WorkerMeasurements
+from aqnpipe.noise.receipts.merge import WorkerMeasurements, paired
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.rows import PhaseRecord, merged
+from aqnpipe.noise.receipts.table import Row, grouped
 
 Shares = Mapping[str, Iterable[Shard]]
 """The shares that had noise on one worker, by projection; every worker had noise on the whole of other results."""
 
 _LISTED = 8
+
+_AUDITED = (
+    "audited_whole", "recomputed", "wrong", "largest_deviation", "contradictions", "compared", "largest_difference",
+    "relative_elements", "relative_squares", "escaped",
+)  # fmt: skip
+"""Columns that every worker adds to. A pass of the model, or of a layer, is one, however many workers computed it."""
 
 
 def merged_workers(
@@ -25,8 +30,8 @@ def merged_workers(
 ) -> RecorderState:
     """Return the measurements of the model that `workers`, by rank, computed together; `shares` are those of each.
 
-    `recorder` must have been made with the requested noise; its measurements are overwritten. Raises ReceiptError,
-    which names the worker, if one of them had other noise than requested or than the others.
+    `recorder` must have been made with the requested noise. Raises ReceiptError, which names the worker, if one of them
+    had other noise than requested or than the others.
     """
     if len(workers) == 1:
         return workers[0].state
@@ -44,52 +49,38 @@ def merged_workers(
 
 
 def _own_problems(worker: WorkerMeasurements, recorder: ReceiptRecorder) -> list[str]:
-    if not any(phase.forwards for phase in worker.state.phases):
-        return []
-    recorder.restore(worker.state)
-    return recorder.receipt().problems()
+    has_run = any(phase.passes for phase in worker.state.phases)
+    return recorder.problems_of(worker.state) if has_run else []
 
 
 def _differences(first: RecorderState, other: RecorderState) -> list[str]:
     """Return what differs on a worker although all compute the same forwards."""
-    ours, theirs = ({phase.phase: phase for phase in state.phases} for state in (first, other))
     problems = []
-    for name in dict.fromkeys([*ours, *theirs]):
-        expected, found = (phases.get(name, PhaseRecord(name)) for phases in (ours, theirs))
-        if found.forwards != expected.forwards:
-            problems.append(f"{name}: {found.forwards} forward passes, worker 0 had {expected.forwards}")
-        if found.modules != expected.modules:
+    for ours, theirs in paired(first.phases, other.phases):
+        if theirs.passes != ours.passes:
+            problems.append(f"{ours.phase}: {theirs.passes} forward passes, worker 0 had {ours.passes}")
+        if theirs.modules != ours.modules:
             problems.append(
-                f"{name}: module noise on {len(found.modules)} modules, worker 0 had {len(expected.modules)}"
+                f"{ours.phase}: module noise on {len(theirs.modules)} modules, worker 0 had {len(ours.modules)}"
             )
-    if sorted(first.keys) != sorted(other.keys):
+    if sorted(first.noise_keys) != sorted(other.noise_keys):
         problems.append("the noise has other keys than on worker 0")
-    return problems + _call_differences(first, other) + _fault_differences(first, other)
-
-
-def _call_differences(first: RecorderState, other: RecorderState) -> list[str]:
-    counts = [{cell.place: (cell.calls, cell.elements) for cell in state.cells} for state in (first, other)]
-    return [
-        f"{phase} {operator} layer {'lm_head' if layer is None else layer}: {found[0]} noised calls on {found[1]} "
-        f"elements, worker 0 had {expected[0]} on {expected[1]}"
-        for place in dict.fromkeys([*counts[0], *counts[1]])
-        for phase, operator, layer in [place]
-        for expected, found in [(counts[0].get(place, (0, 0)), counts[1].get(place, (0, 0)))]
-        if expected != found
+    problems += [
+        f"{ours.phase} {ours.operator} layer {'lm_head' if ours.layer is None else ours.layer}: {theirs.calls} noised "
+        f"calls on {theirs.elements} elements, worker 0 had {ours.calls} on {ours.elements}"
+        for ours, theirs in paired(first.cells, other.cells)
+        if (ours.calls, ours.elements) != (theirs.calls, theirs.elements)
+    ]
+    # Every worker applies a fault to the whole output of its site, and counts all of it.
+    return problems + [
+        f"{ours.phase}: {ours.operator} had other calls, elements or channels than on worker 0"
+        for ours, theirs in paired(first.fault_cells, other.fault_cells)
+        if _fault_counts(ours) != _fault_counts(theirs)
     ]
 
 
-def _fault_differences(first: RecorderState, other: RecorderState) -> list[str]:
-    """Every worker applies a fault to the whole output of its site, and counts all of it."""
-    counts = [
-        {cell.place: (cell.calls, cell.elements, cell.num_faulty_channels) for cell in state.fault_cells}
-        for state in (first, other)
-    ]
-    return [
-        f"{phase}: fault {number} had other calls, elements or channels than on worker 0"
-        for phase, number in dict.fromkeys([*counts[0], *counts[1]])
-        if counts[0].get((phase, number)) != counts[1].get((phase, number))
-    ]
+def _fault_counts(row: Row) -> tuple[int, int, int | None]:
+    return row.calls, row.elements, row.num_faulty_channels
 
 
 def _incomplete(shares: Sequence[Shares]) -> list[str]:
@@ -120,25 +111,8 @@ def _is_whole(shares: Sequence[Shard], width: int) -> bool:
 
 def _merged(states: Sequence[RecorderState]) -> RecorderState:
     """Return the measurements of the first worker, which counts whole results, with what all of them audited."""
-    first = states[0]
-    return replace(
-        first,
-        phases=[_merged_phase([state.phases[index] for state in states]) for index in range(len(first.phases))],
-        foreign_faults=set().union(*(state.foreign_faults for state in states)),
-        mismatches=set().union(*(state.mismatches for state in states)),
-    )
-
-
-def _merged_phase(phases: Sequence[PhaseRecord]) -> PhaseRecord:
-    together = merged(phases)
-    # A pass of the model, or of a layer, is one pass, however many workers computed it.
-    return replace(
-        phases[0],
-        audited_whole=together.audited_whole,
-        classified=together.classified,
-        recomputed_numbers=together.recomputed_numbers,
-        largest_deviation=together.largest_deviation,
-        contradictions=together.contradictions,
-        reference=together.reference,
-        escaped=together.escaped,
+    audited = [Row(*row.place).include([row], _AUDITED) for state in states[1:] for row in state.rows]
+    mismatches = {line for state in states for line in state.mismatches}
+    return states[0].model_copy(
+        update={"rows": grouped([*states[0].rows, *audited]), "mismatches": tuple(sorted(mismatches))}
     )

@@ -15,6 +15,7 @@ from aqnpipe.models.sites import site_module
 from aqnpipe.noise.injection.faults import ActiveFault
 from aqnpipe.noise.injection.hooks import keep, on_output
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.table import fault_operator
 
 
 class SitesOfPhase(Protocol):
@@ -125,9 +126,18 @@ class FaultInjection:
         if not self.state.recomputing:
             for number, elements in changed.items():
                 channels = site.faults[number].channels
-                self.state.recorder.count_fault(self.state.phase, number, channels, elements)
+                self.state.recorder.add(
+                    self.state.phase,
+                    layer=site.layer,
+                    operator=fault_operator(number),
+                    num_channels=len(channels),
+                    num_faulty_channels=channels.sum(),
+                    calls=1,
+                    elements=elements.numel(),
+                    changed=elements.sum(),
+                )
         if observed:
-            self._observe_gradient(entering, leaving, changed)
+            self._observe_gradient(site.layer, entering, leaving, changed)
         return leaving
 
     def _apply(
@@ -143,14 +153,25 @@ class FaultInjection:
             hidden = faulted
         return hidden
 
-    def _observe_gradient(self, entering: Tensor, leaving: Tensor, changed: Mapping[int, Tensor]) -> None:
+    def _observe_gradient(self, layer: int, entering: Tensor, leaving: Tensor, changed: Mapping[int, Tensor]) -> None:
         """Compare, in the backward pass, the gradient that arrives behind the faults with the gradient that passes."""
         arrived: list[Tensor] = []
 
         def measure(passed: Tensor) -> None:
             gradient = arrived.pop()
+            zeroed, squares = (gradient != 0) & (passed == 0), gradient.double().square()
             for number, elements in changed.items():
-                self.state.recorder.count_fault_gradient(number, elements, gradient, passed)
+                self.state.recorder.add(
+                    "backward",
+                    layer=layer,
+                    operator=fault_operator(number),
+                    calls=1,
+                    elements=(gradient != 0).sum(),
+                    zeroed=zeroed.sum(),
+                    leaked=(elements & (passed != 0)).sum(),
+                    squares=squares.sum(),
+                    zeroed_squares=(squares * zeroed).sum(),
+                )
 
         leaving.register_hook(lambda gradient: arrived.append(gradient.detach()))
         entering.register_hook(lambda gradient: measure(gradient.detach()))

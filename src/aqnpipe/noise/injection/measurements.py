@@ -1,6 +1,5 @@
 """Gives a recorder what the machine and the audit of a phase have seen."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.config.measured_noise import OperatorError
-from aqnpipe.config.noise import FakeQuantization, Phase, requested_size
+from aqnpipe.config.noise import AppliedError, FakeQuantization, Phase, quantity_of, requested_size
 from aqnpipe.machine.machine import Noised
 from aqnpipe.models.layout import layer_of
 from aqnpipe.noise.audit.comparison import Comparison
 from aqnpipe.noise.audit.expected_values import measured_size, spacing
-from aqnpipe.noise.audit.random_numbers import Position, key_at
+from aqnpipe.noise.audit.random_numbers import FloatArray, Position, key_at
 from aqnpipe.noise.audit.weight_check import compare_norms
 from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.rows import ReferenceSums
 from aqnpipe.noise.receipts.sampling import sample
+from aqnpipe.noise.receipts.table import Place, Row
 from aqnpipe.proof.operations import machine_name
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Requested
 from aqnpipe.proof.recompute import Sampled, rounded
@@ -56,19 +55,19 @@ class PhaseMeasurements:
         self._recorder = recorder
         self._sigma_of = sigma_of
         self._norms = Comparison()
-        self._references: dict[str, ReferenceSums] = defaultdict(ReferenceSums)
+        self._differences: dict[Phase, Row] = {phase: Row(phase), "backward": Row("backward")}
         self.receipt = MachineReceipt(
             Requested((phase,), "", None), np.random.default_rng(key_at(position, f"audit.{phase}"))
         )
-        self.receipt.passes = recorder.num_forwards(phase)
-        self.receipt.gradient_passes = recorder.num_forwards("backward")
-        self.receipt.audited_kinds = recorder.audited_kinds(phase)
-        self.receipt.has_backward = bool(recorder.recomputed_numbers("backward"))
+        earlier = recorder.seen(phase, "passes", "audited_whole")
+        self.receipt.passes, self.receipt.audited_kinds = earlier.passes, earlier.audited_whole
+        earlier = recorder.seen("backward", "passes", "recomputed")
+        self.receipt.gradient_passes, self.receipt.has_backward = earlier.passes, bool(earlier.recomputed)
 
     def note(self, noised: Noised) -> None:
         """Count a result of an operator that has an error; a layer that is computed again counts once."""
         layer = noised.part if noised.part < self._num_layers else None
-        phase: Phase = "backward" if noised.phase == "backward" else self._phase
+        phase = self._phase_of(noised.phase)
         if phase == "backward":
             self._recorder.note_noised_gradient(layer)
         else:
@@ -81,16 +80,19 @@ class PhaseMeasurements:
         if noised.is_again:
             return
         if place < FIRST_MODULE:
-            self._recorder.measure_hidden(place, sample(exact), sample(noised.values))
+            self._recorder.hidden.append((place, sample(exact), sample(noised.values)))
             return
         name = self._modules[place - FIRST_MODULE]
         self._count(self._phase, layer_of(name), noised)
-        self._recorder.count_module(self._phase, name)
+        self._recorder.add(self._phase, modules={name})
 
     def _count(self, phase: Phase, layer: int | None, noised: Noised) -> None:
-        self._recorder.count_call(phase, noised.operator, layer, noised.error, noised.num_elements)
+        row = self._recorder.row(phase, None, layer, noised.operator)
+        row.error = row.error or noised.error
+        row.calls += 1
+        row.elements += noised.num_elements
         if noised.changed is not None:
-            self._recorder.count_changed(phase, noised.operator, layer, noised.changed)
+            self._recorder.add(*row.place, changed=noised.changed)
 
     def compare_norms(
         self, model: nn.Module, forward: int, exactly: Callable[[], AbstractContextManager[None]]
@@ -121,8 +123,9 @@ class PhaseMeasurements:
         usable = np.isfinite(used) & (relative <= max(_FEW_BITS_LOST * least, 0.01 * requested_size(error)))
         if not cell.operator.startswith("module."):
             differences = (used / np.where(clean == 0, np.inf, clean) - 1)[usable & (clean != 0)]
-            self._references[cell.phase].squares += float(np.square(differences).sum())
-            self._references[cell.phase].relative_elements += differences.size
+            self._differences[self._phase_of(cell.phase)].add(
+                relative_squares=float(np.square(differences).sum()), relative_elements=differences.size
+            )
         rounding = spacing(used, dtype) * np.sqrt((1 if found.plain is None else 2) / 12)
         if isinstance(error, OperatorError):
             # In units of the measured machine: the error over the size that it has there at this element.
@@ -134,38 +137,69 @@ class PhaseMeasurements:
             scale = np.full(clean.shape, np.sqrt(np.square(clean).mean()) if len(clean) else 0.0)
             usable = np.isfinite(used)
             clean, used = scale, scale + (used - clean)
-        phase: Phase = "backward" if cell.phase == "backward" else self._phase
-        layer, operator = layer_of(f"{cell.place.removeprefix('module ')}."), machine_name(cell.operator)
-        self._recorder.measure_values(phase, operator, layer, clean[usable], used[usable], rounding[usable])
+        row = self._recorder.rows.get(self._place(cell))
+        if row is not None and row.error is not None:
+            row.add(**_error_sums(row.error, clean[usable], used[usable], rounding[usable]))
 
     def settle(self, counts: Mapping[tuple[str, str, str], int]) -> None:
         """Record what the audit found, and of what the machine `counts` what cannot have the error."""
         receipt, recorder = self.receipt, self._recorder
-        self._add_audit(self._phase, self._norms)
-        self._add_audit("backward", Comparison())
-        for kind in receipt.audited_kinds:
-            recorder.note_whole_audit(self._phase, kind)
-        if receipt.operations is not None:
-            recorder.count_flops(self._phase, *receipt.operations)
+        compared = {cell: seen for cell, seen in receipt.cells.items() if seen.compared + seen.recomputed}
+        for cell, seen in compared.items():
+            recorder.add(
+                *self._place(cell),
+                recomputed=seen.recomputed,
+                wrong=seen.wrong,
+                largest_deviation=seen.largest_deviation,
+                compared=seen.compared + seen.recomputed,
+                largest_difference=seen.largest_difference,
+            )
+        recorder.add(
+            self._phase,
+            recomputed=self._norms.numbers,
+            contradictions=self._norms.contradictions,
+            audited_whole=receipt.audited_kinds,
+        )
+        for phase, differences in self._differences.items():
+            if any(cell.phase == phase for cell in compared):
+                is_backward, wrong = phase == "backward", dict.fromkeys(receipt.wrong_values(phase), 1)
+                kinds = {
+                    kind: number for kind, number in receipt.observed.items() if (kind == "backward") == is_backward
+                }
+                recorder.add(phase, contradictions=wrong, audited_passes=kinds)
+                recorder.row(phase).include([differences])
+        if receipt.operations is not None and not recorder.row(self._phase).flops:
+            # One pass is enough.
+            recorder.add(self._phase, flops=receipt.operations[0], noised_flops=receipt.operations[1])
         for what, calls in receipt.escapes.items():
-            recorder.count_escape(self._phase, what, calls)
-        for (phase, operator, what), calls in counts.items():
+            recorder.add(self._phase, operator=what, escaped=calls)
+        for (where, operator, what), calls in counts.items():
             if what in _ESCAPES:
-                where: Phase = "backward" if phase == "backward" else self._phase
-                recorder.count_escape(where, f"{operator} {what}", calls)
+                recorder.add(self._phase_of(where), operator=f"{operator} {what}", escaped=calls)
         for line in receipt.notes:
             recorder.note_mismatch(f"{self._phase}: {line}")
 
-    def _add_audit(self, phase: Phase, others: Comparison) -> None:
-        seen = [seen for cell, seen in self.receipt.cells.items() if cell.phase == phase]
-        numbers = others.numbers + sum(each.recomputed for each in seen)
-        largest = max((each.largest_deviation for each in seen), default=0.0)
-        reference = self._references[phase]
-        reference.elements = sum(each.compared + each.recomputed for each in seen)
-        reference.largest_difference = max((each.largest_difference for each in seen), default=0.0)
-        contradictions = others.contradictions | dict.fromkeys(self.receipt.wrong_values(phase), 1)
-        self._recorder.add_audit(phase, numbers, largest, contradictions, reference)
-        kinds = self.receipt.observed if reference.elements else {}
-        for kind, number in kinds.items():
-            if (kind == "backward") == (phase == "backward"):
-                self._recorder.count_audit(phase, kind, number)
+    def _place(self, cell: Cell) -> Place:
+        layer = layer_of(f"{cell.place.removeprefix('module ')}.")
+        return self._phase_of(cell.phase), None, layer, machine_name(cell.operator)
+
+    def _phase_of(self, name: str) -> Phase:
+        return "backward" if name == "backward" else self._phase
+
+
+def _error_sums(error: AppliedError, clean: FloatArray, used: FloatArray, rounding: FloatArray) -> dict[str, Any]:
+    """Return the columns of values before and after an error; `rounding`: the standard deviations of their rounding."""
+    difference, known, quantity = used - clean, clean != 0, quantity_of(error)
+    is_relative = quantity in ("relative", "measured")
+    if is_relative:
+        ratio = difference[known] / clean[known]
+    else:
+        ratio = difference if quantity == "absolute" else difference[known] * np.sign(clean[known])
+    rounded = rounding[known] / clean[known] if is_relative else rounding
+    return {
+        "measured_elements": ratio.size,
+        "error_sum": float(ratio.sum()),
+        "squares": float(np.square(ratio).sum()),
+        "rounding_squares": float(np.square(rounded).sum()),
+        "zeros": int((~known & (used == 0)).sum()),
+    }

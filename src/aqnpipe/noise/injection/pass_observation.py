@@ -11,7 +11,6 @@ from transformers.cache_utils import CacheLayerMixin
 from aqnpipe.config.noise import Phase
 from aqnpipe.models.calls import first_tensor
 from aqnpipe.models.layout import dropout_rates
-from aqnpipe.noise.receipts.passes import PassRow
 
 _SAMPLED = 64
 _SAMPLED_EVERY = 16
@@ -23,13 +22,14 @@ _BELOW_BFLOAT16 = 0xFFFF
 
 
 class PassObservation:
-    """Observes the passes of one phase on one model. `row` is the present pass, for the receipt.
+    """Observes the passes of one phase on one model. `columns` are of the present pass, for the receipt.
 
     `rounds`: the requested noise may round results, so that their rounding says nothing about the number format.
     """
 
-    def __init__(self, model: nn.Module, phase: Phase, step: int, *, rounds: bool) -> None:
-        self.row = PassRow(phase, step)
+    def __init__(self, model: nn.Module, phase: Phase, *, rounds: bool) -> None:
+        self.columns: dict[str, Any] = {"noised_parts": 0}
+        self._phase = phase
         self._model = model
         self._rounds = rounds
         self._rated: list[nn.Module] | None = None
@@ -44,21 +44,18 @@ class PassObservation:
         sequences = len(ids) if ids is not None and ids.ndim > 1 else 1
         has_gradients = torch.is_grad_enabled()
         is_first = self._cache is None or not _has_read(self._cache, latest)
-        self.row = PassRow(
-            self.row.phase,
-            self.row.step,
-            passes=1,
-            gradient_passes=int(has_gradients),
-            sequences=sequences if is_first and not has_gradients else 0,
-            trained_sequences=sequences if has_gradients else 0,
-            noised_parts=0,
-        )
+        self.columns = {
+            "gradient_passes": int(has_gradients),
+            "sequences": sequences if is_first and not has_gradients else 0,
+            "trained_sequences": sequences if has_gradients else 0,
+            "noised_parts": 0,
+        }
         self._num_format = ""
         self._number += 1
 
     def leave_part(self, output: Any, *, is_noised: bool) -> None:
         """Note that a layer, or the output projection, has computed."""
-        self.row.noised_parts = (self.row.noised_parts or 0) + is_noised
+        self.columns["noised_parts"] += is_noised
         hidden = output[0] if isinstance(output, tuple) else output
         if not self._num_format and isinstance(hidden, Tensor):
             device = hidden.device.type
@@ -77,7 +74,7 @@ class PassObservation:
                 others.append(f"{what} of {found}")
         if self._drops():
             others.append("dropout")
-        self.row.formats = {f"{computed} with {' and '.join(others)}" if others else computed}
+        self.columns["formats"] = {f"{computed} with {' and '.join(others)}" if others else computed}
 
     def _format_of(self, values: Tensor) -> str:
         """Return the number format of a tensor, bfloat16 also where all of its sampled values are numbers of that."""
@@ -94,7 +91,7 @@ class PassObservation:
         """Return whether a module with a dropout rate is in training mode."""
         if self._rated is None:
             # The reference of a policy with adapters is the policy without them, in training mode.
-            skips = "lora_dropout" if self.row.phase == "reference" else None
+            skips = "lora_dropout" if self._phase == "reference" else None
             modules = [module for name, module in self._model.named_modules() if not (skips and skips in name)]
             self._rated = [module for module in modules if any(rate > 0 for _, rate in dropout_rates(module))]
         return any(module.training for module in self._rated)

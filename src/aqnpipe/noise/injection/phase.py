@@ -119,7 +119,7 @@ class _RunningPhase:
         self._module_noise: ModuleNoise | None = modules
         self._modules = sites.modules(modules) if modules is not None else {}
         if modules is not None:
-            recorder.expect_modules(len(self._modules))
+            recorder.num_noised_modules = len(self._modules)
         if noise is not None:
             self._refuse_unfitting(noise)
         self._expects_backward = backward
@@ -155,7 +155,7 @@ class _RunningPhase:
         )
         self._connect_audit()
         rounds = any(part is not None and isinstance(part.error, _MAY_ROUND) for part in (noise, modules))
-        self._observation = sites.observation(phase, key.step, rounds=rounds)
+        self._observation = sites.observation(phase, rounds=rounds)
 
     def _refuse_unfitting(self, noise: OperatorNoise) -> None:
         """Raise ModelError for layers that the model does not have, and for norms that no parity measures.
@@ -228,7 +228,8 @@ class _RunningPhase:
                 keep(module.register_forward_pre_hook(PlaceHook(partial(on_input, put))))
             else:
                 keep(module.register_forward_hook(PlaceHook(partial(on_output, put))))
-        self.recorder.note_foreign_faults(simulated_fault_hooks(self.model))
+        for name in simulated_fault_hooks(self.model):
+            self.recorder.note_mismatch(f"{name}: a simulated fault was there, none was requested")
         injection = FaultInjection(self, self._faults, self._hidden_sigmas, sites.site, sites.shared)
         for layer in range(len(self._layers)):
             injection.install(stack, layer)
@@ -236,7 +237,6 @@ class _RunningPhase:
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self.forward_index += 1
         self._observation.begin(args, kwargs)
-        self.recorder.count_forward(self.phase)
         if self.forward_index == 0:
             self.recorder.watch_norms(self.phase, self.model)
 
@@ -244,7 +244,9 @@ class _RunningPhase:
         if output is not None:
             with self._machine.exactly():
                 self._observation.end(output)
-            self.recorder.note_passes(self._observation.row)
+            # The table of answers says that every question of an evaluation was read.
+            step = None if self.phase == "evaluation" else self._key.step
+            self.recorder.add(self.phase, step, passes=1, **self._observation.columns)
 
     def _leave_part(self, part: int, module: nn.Module, args: Any, output: Any) -> None:
         is_noised = part in self._measurements.noised_parts
@@ -254,7 +256,7 @@ class _RunningPhase:
 
     def _note_gradient(self, part: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         needed = any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, dict(kwargs))))
-        self.recorder.note_gradient(self.phase, part, needed)
+        self.recorder.add(self.phase, gradients={part} if needed else set())
 
     def settle(self) -> None:
         """Give the recorder what the audit found."""

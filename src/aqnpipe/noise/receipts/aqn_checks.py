@@ -4,8 +4,10 @@ import math
 
 from aqnpipe.config.noise import AdaptiveNoise
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
-from aqnpipe.noise.receipts.rows import SAMPLING_SIGMAS
 from aqnpipe.noise.schedule import sigma_at
+
+SAMPLING_SIGMAS = 5.0
+"""Width of an acceptance band in standard errors of the measurement: below one false alarm in a million cells."""
 
 
 def aqn_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
@@ -65,8 +67,11 @@ def _layer_factor_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> list[
     problems = []
     for cell in receipt.weight_cells:
         requested = aqn.factor(cell.layer, receipt.layer_factors)
-        expected = requested * cell.rounding_factor
-        if not abs(cell.measured_factor - expected) <= expected * SAMPLING_SIGMAS * cell.standard_error:
+        # What rounding to 16 bits multiplies the factor by, and the relative standard error of the factor.
+        rounding = (cell.expected_squares / cell.drawn_squares) ** 0.5
+        error = cell.expected_variance**0.5 / (2 * cell.expected_squares) if cell.expected_squares else 0.0
+        expected = requested * rounding
+        if not abs(cell.measured_factor - expected) <= expected * SAMPLING_SIGMAS * error:
             where = "outside the layers" if cell.layer is None else f"in layer {cell.layer}"
             what = "norms" if cell.phase == "rollout" else f"hidden states of {cell.phase}"
             problems.append(

@@ -5,7 +5,7 @@ from pydantic import Field
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.rows import ReceiptModel
+from aqnpipe.noise.receipts.receipt_content import ReceiptModel
 
 
 class EvaluationPass(ReceiptModel):

@@ -9,9 +9,8 @@ _MASKING_FAULTS = frozenset({"dead_zone", "saturation", "spike"})
 
 def fault_problems(receipt: ReceiptContent) -> list[str]:
     """Return one line per mismatch between the requested faults and those that ran."""
-    problems = [f"{name}: a simulated fault was there, none was requested" for name in receipt.foreign_faults]
     unknown = {cell.fault for cell in receipt.fault_cells} - set(range(len(receipt.faults)))
-    problems += [
+    problems = [
         f"fault number {number} was applied, {len(receipt.faults)} were requested" for number in sorted(unknown)
     ]
     for number, fault in enumerate(receipt.faults):
@@ -20,7 +19,7 @@ def fault_problems(receipt: ReceiptContent) -> list[str]:
         for record in receipt.phases:
             if record.phase != "backward" and (record.phase not in cells or not cells[record.phase].calls):
                 problems.append(f"{record.phase}: {where} did not run")
-        if cells and not any(cell.affected_elements for cell in cells.values()):
+        if cells and not any(cell.changed for cell in cells.values()):
             elements = sum(cell.elements for cell in cells.values())
             problems.append(f"{where} changed none of {elements} elements")
         problems += _gradient_problems(receipt, number, fault, where)
@@ -30,11 +29,11 @@ def fault_problems(receipt: ReceiptContent) -> list[str]:
 def _gradient_problems(receipt: ReceiptContent, number: int, fault: Fault, where: str) -> list[str]:
     flow = next((flow for flow in receipt.gradient_flows if flow.fault == number), None)
     if flow is None:
-        ran = any(record.phase == "backward" and record.forwards for record in receipt.phases)
+        ran = any(record.phase == "backward" and record.passes for record in receipt.phases)
         return [f"backward: no gradient was measured at {where}"] if ran else []
-    if fault.type in _MASKING_FAULTS and flow.leaked_elements:
-        return [f"backward: {where}: {flow.leaked_elements} elements that it replaced passed a gradient"]
+    if fault.type in _MASKING_FAULTS and flow.leaked:
+        return [f"backward: {where}: {flow.leaked} elements that it replaced passed a gradient"]
     alone = sum(other.layer == fault.layer and other.site == fault.site for other in receipt.faults) == 1
-    if fault.type not in _MASKING_FAULTS and alone and flow.zeroed_elements:
-        return [f"backward: {where}: {flow.zeroed_elements} gradients were zeroed, expected none"]
+    if fault.type not in _MASKING_FAULTS and alone and flow.zeroed:
+        return [f"backward: {where}: {flow.zeroed} gradients were zeroed, expected none"]
     return []

@@ -5,7 +5,7 @@ from pydantic import Field
 from aqnpipe.config.loss_study import LossCondition
 from aqnpipe.config.noise import FaultOrder
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.rows import ReceiptModel
+from aqnpipe.noise.receipts.receipt_content import ReceiptModel
 
 
 class LossStudyPass(ReceiptModel):

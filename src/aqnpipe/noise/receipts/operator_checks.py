@@ -12,10 +12,19 @@ from aqnpipe.config.noise import (
     requested_size,
 )
 from aqnpipe.noise.receipts.own_error_checks import own_error_problems
+from aqnpipe.noise.receipts.passes import places_with_gradients
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
-from aqnpipe.noise.receipts.rows import NoiseCell, PhaseRecord
+from aqnpipe.noise.receipts.rounding import left_by_rounding
+from aqnpipe.noise.receipts.table import Row
 
 _LISTED_CONTRADICTIONS = 8
+
+_LEAST_SHARE = 0.5
+"""Noise is refused if less than this share is measured of what rounding must leave of it."""
+
+_FEWEST_FOR_A_SIZE = 64
+"""Elements from which on half of the requested scale cannot be chance: 5.6 standard errors."""
+
 _PRODUCTS = ("linear", "mm", "mv", "bmm", "_grouped_mm")
 _NORMS = ("rms_norm", "layer_norm", "norm", "norm_gradient", "native_layer_norm", "native_layer_norm_backward")
 _ACTIVATIONS = ("silu", "gelu", "silu_backward", "gelu_backward")
@@ -56,7 +65,7 @@ def _is_requested(noise: OperatorNoise | ModuleNoise | None, phase: Phase) -> bo
 
 
 def _phases_that_did_not_run(receipt: ReceiptContent) -> list[str]:
-    ran = {record.phase for record in receipt.phases if record.forwards > 0}
+    ran = {record.phase for record in receipt.phases if record.passes}
     problems = [f"phase {phase} never ran" for phase in receipt.expected_phases if phase not in ran]
     for noise in (receipt.operator_noise, receipt.module_noise):
         # A training without KL has no reference phase, so a single requested phase may be missing.
@@ -72,14 +81,14 @@ def _noise_where_none_was_requested(receipt: ReceiptContent) -> list[str]:
             _is_requested(noise, record.phase) for noise in (receipt.operator_noise, receipt.module_noise)
         )
         noised = {cell.is_module for cell in receipt.cells if cell.phase == record.phase and cell.calls}
-        if (record.noised_calls and not (operators or modules)) or (
+        if (record.calls and not (operators or modules)) or (
             (False in noised and not operators) or (True in noised and not modules)
         ):
-            problems.append(f"{record.phase}: {record.noised_calls} operator calls were noised, none were requested")
+            problems.append(f"{record.phase}: {record.calls} operator calls were noised, none were requested")
         # Of modules that should have no noise, also where only some layers have it.
-        if record.reference.largest_difference != 0.0:
+        if record.largest_difference != 0.0:
             problems.append(
-                f"{record.phase}: operators differ from plain torch by {record.reference.largest_difference:.3g}, "
+                f"{record.phase}: operators differ from plain torch by {record.largest_difference:.3g}, "
                 "no noise was requested"
             )
     return problems
@@ -97,7 +106,7 @@ def _operator_noise_missing(receipt: ReceiptContent) -> list[str]:
     ]
 
 
-def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: PhaseRecord) -> list[str]:
+def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Row) -> list[str]:
     """Return mismatches between the layers and operators that `noise` requests and those with noise in one phase."""
     wanted = {layer for layer in range(receipt.num_layers) if noise.error_in(layer) is not None}
     cells = [cell for cell in receipt.cells if cell.phase == record.phase and cell.calls > 0 and not cell.is_module]
@@ -106,7 +115,7 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
         operator = cell.operator.split(".")[0]
         reached.setdefault(cell.layer, set()).add("attention" if "attention" in operator else operator)
     problems = []
-    required = wanted & _places_with_gradients(receipt, record)
+    required = wanted & places_with_gradients(receipt, record.phase)
     missing = sorted(required - reached.keys())
     if missing:
         problems.append(f"noise was requested but never reached layers {missing}")
@@ -122,28 +131,20 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ph
     head = noise.error_in(None) is not None
     if None in reached and not head:
         problems.append("lm_head was noised although excluded")
-    elif head and None not in reached and receipt.num_layers in _places_with_gradients(receipt, record):
+    elif head and None not in reached and receipt.num_layers in places_with_gradients(receipt, record.phase):
         problems.append("lm_head was not noised although requested")
-    for operator, calls in record.escaped.items():
+    for operator, calls in _escaped(receipt, record).items():
         advice = _FUSED_ADVICE if "attention" in operator else "not supported"
         problems.append(f"{calls} calls of {operator} escaped the noise ({advice})")
     problems += _share_missing(receipt, noise, record)
     return [f"{record.phase}: {problem}" for problem in problems]
 
 
-def _places_with_gradients(receipt: ReceiptContent, record: PhaseRecord) -> set[int]:
-    """Return the layers, and as the number after them the output projection, that a phase must reach.
-
-    A backward pass must reach those whose inputs need a gradient. In others, as below the first adapter, some products
-    may need one: the audit refuses each of these without noise.
-    """
-    needing = [other.gradients for other in receipt.phases if other.gradients is not None]
-    if record.phase != "backward" or not needing:
-        return set(range(receipt.num_layers + 1))
-    return set().union(*needing)
+def _escaped(receipt: ReceiptContent, record: Row) -> dict[str, int]:
+    return {row.operator: row.escaped for row in receipt.rows if row.phase == record.phase and row.escaped}
 
 
-def _share_missing(receipt: ReceiptContent, noise: OperatorNoise, record: PhaseRecord) -> list[str]:
+def _share_missing(receipt: ReceiptContent, noise: OperatorNoise, record: Row) -> list[str]:
     """Return a line if operations of a forward pass had no noise although all products were to have it.
 
     An arm that names its layers accepts products around them.
@@ -151,13 +152,13 @@ def _share_missing(receipt: ReceiptContent, noise: OperatorNoise, record: PhaseR
     places = (None, *range(receipt.num_layers))
     all_wanted = noise.layers is None and all(noise.error_in(layer) is not None for layer in places)
     # A quantization changes the operands of products with a weight, not the two products of attention.
-    if not all_wanted or isinstance(noise.error, FakeQuantization) or record.escaped:
+    if not all_wanted or isinstance(noise.error, FakeQuantization) or _escaped(receipt, record):
         return []
-    without = record.forward_flops - record.noised_flops
-    return [f"{without} of {record.forward_flops} operations of its forward passes had no noise"] if without else []
+    without = record.flops - record.noised_flops
+    return [f"{without} of {record.flops} operations of its forward passes had no noise"] if without else []
 
 
-def _measured_operators_missing(noise: OperatorNoise, cells: Sequence[NoiseCell], num_layers: int) -> list[str]:
+def _measured_operators_missing(noise: OperatorNoise, cells: Sequence[Row], num_layers: int) -> list[str]:
     """Return one line per layer with measured errors that were not applied, and one if all of them are zero."""
     if not isinstance(noise.error, MeasuredError):
         return []
@@ -206,7 +207,7 @@ def _noise_of_wrong_size(receipt: ReceiptContent) -> list[str]:
         if error is None or (cell.kind, cell.requested) != (error.kind, requested_size(error)):
             problems.append(f"{cell.where}: noised with {cell.kind} {cell.requested:g}, which was not requested")
         elif cell.phase not in contradicted:
-            problems += cell.problems()
+            problems += size_problems(cell)
     without_size = [cell for cell in receipt.cells if cell.is_zero]
     problems += [
         f"{phase} noise has no size: all results that were recomputed are zero"
@@ -216,7 +217,26 @@ def _noise_of_wrong_size(receipt: ReceiptContent) -> list[str]:
     return problems
 
 
-def _requested_error(receipt: ReceiptContent, cell: NoiseCell) -> AppliedError | None:
+def size_problems(cell: Row) -> list[str]:
+    """Return what contradicts the request in the measured size. The audit compares the numbers themselves."""
+    if cell.is_zero or (cell.kind == "measured" and not cell.requested):
+        # Of an operator whose measured error is zero, the audit compares the values: there is no size.
+        return []
+    if cell.measured is None:
+        return [f"{cell.where}: {cell.calls} noised calls but nothing measured"]
+    left = left_by_rounding(cell.requested, cell.rounding)
+    is_gaussian = cell.kind in ("relative_gaussian", "absolute_gaussian", "measured")
+    if is_gaussian and cell.measured < _LEAST_SHARE * left and cell.measured_elements >= _FEWEST_FOR_A_SIZE:
+        return [
+            f"{cell.where}: measured scale {cell.measured:.3g}, requested {cell.requested:.3g}, of which rounding "
+            f"to the number format explains {cell.requested - left:.3g}"
+        ]
+    if cell.kind == "fake_quantization" and not 0 < cell.measured < cell.requested:
+        return [f"{cell.where}: measured a relative error of {cell.measured:.4g}, expected one in (0, 1)"]
+    return []
+
+
+def _requested_error(receipt: ReceiptContent, cell: Row) -> AppliedError | None:
     if cell.is_module:
         return receipt.module_noise.error if receipt.module_noise else None
     error = receipt.operator_noise.error_in(cell.layer) if receipt.operator_noise else None
@@ -226,7 +246,7 @@ def _requested_error(receipt: ReceiptContent, cell: NoiseCell) -> AppliedError |
 def _audit_problems(receipt: ReceiptContent) -> list[str]:
     problems = []
     for record in receipt.phases:
-        if not record.forwards:
+        if not record.passes:
             continue
         found = list(record.contradictions.items())
         problems += [
@@ -238,8 +258,8 @@ def _audit_problems(receipt: ReceiptContent) -> list[str]:
         if not _has_noised_parts(receipt, record.phase):
             continue
         if not record.audited_passes:
-            problems.append(f"{record.phase}: none of its {record.forwards} passes was audited")
-        elif not record.recomputed_numbers and not _only_quantizes(receipt, record.phase):
+            problems.append(f"{record.phase}: none of its {record.passes} passes was audited")
+        elif not record.recomputed and not _only_quantizes(receipt, record.phase):
             problems.append(f"{record.phase}: no number of its noise was recomputed")
     return problems
 
@@ -266,12 +286,12 @@ def _only_quantizes(receipt: ReceiptContent, phase: Phase) -> bool:
 def _reference_check_problems(receipt: ReceiptContent) -> list[str]:
     problems = []
     for record in receipt.phases:
-        if record.phase == "backward" or not record.forwards:
+        if record.phase == "backward" or not record.passes:
             continue
-        if not record.reference.elements:
+        if not record.compared:
             problems.append(f"{record.phase}: no operator output was compared with plain torch")
             continue
         quantizes = _only_quantizes(receipt, record.phase) and _has_noised_parts(receipt, record.phase)
-        if quantizes and record.reference.scale == 0:
+        if quantizes and record.reference_scale == 0:
             problems.append(f"{record.phase}: outputs do not differ from plain torch, fake_quantization was requested")
     return problems

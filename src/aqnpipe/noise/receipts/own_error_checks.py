@@ -8,7 +8,8 @@ import math
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, Phase
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
-from aqnpipe.noise.receipts.rows import NoiseCell, left_by_rounding
+from aqnpipe.noise.receipts.rounding import left_by_rounding
+from aqnpipe.noise.receipts.table import Row
 
 
 def own_error_problems(receipt: ReceiptContent) -> list[str]:
@@ -23,7 +24,7 @@ def own_error_problems(receipt: ReceiptContent) -> list[str]:
     ]
 
 
-def _cells_of(receipt: ReceiptContent, noise: OperatorNoise | ModuleNoise, phase: Phase) -> list[NoiseCell]:
+def _cells_of(receipt: ReceiptContent, noise: OperatorNoise | ModuleNoise, phase: Phase) -> list[Row]:
     of_modules = isinstance(noise, ModuleNoise)
     return [
         cell
@@ -32,7 +33,7 @@ def _cells_of(receipt: ReceiptContent, noise: OperatorNoise | ModuleNoise, phase
     ]
 
 
-def _size_problems(error: OwnError, phase: Phase, cells: list[NoiseCell]) -> list[str]:
+def _size_problems(error: OwnError, phase: Phase, cells: list[Row]) -> list[str]:
     elements = sum(cell.measured_elements for cell in cells)
     if not elements:
         return []  # Another check says that nothing was measured.

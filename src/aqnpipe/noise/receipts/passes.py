@@ -1,124 +1,79 @@
-"""The passes of a phase, step by step, and what a study requires of them.
+"""The passes of a phase, step by step, against those that a study requires.
 
-Other parts of a receipt say what the noise of a phase was; this one says when. A row counts the passes of one phase in
-one optimiser step. What a step needs follows from the study alone, and every row is compared with it, so noise that
-stops after some steps, a phase that skips one, or a pass in another number format shows as a row that is missing or
-different.
+Other checks ask what the noise of a phase was; this one asks when. Every required row is compared with the row that was
+seen, so noise that stops after some steps, a phase that skips one, or a pass in another number format is a difference.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
-
-from pydantic import ConfigDict
+from collections.abc import Iterator, Mapping, Sequence
 
 from aqnpipe.config.noise import Phase
+from aqnpipe.noise.receipts.receipt_content import ReceiptContent
+from aqnpipe.noise.receipts.table import Row
 
 _LISTED_STEPS = 4
 
 
-@dataclass
-class PassRow:
-    """The passes of one phase in one step, and what was seen of them.
-
-    `sequences` were read from their first token on, without gradients; `trained_sequences` with gradients. Both are
-    None where an engine does not say. `noised_parts` counts, over all passes, the layers (and output projection) with
-    an error on at least one operator; None where it is not counted. `formats`: the number formats of the passes.
-    `workers`: how many workers the row adds up.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    phase: Phase
-    step: int
-    passes: int = 0
-    gradient_passes: int = 0
-    sequences: int | None = None
-    trained_sequences: int = 0
-    noised_parts: int | None = None
-    formats: set[str] = field(default_factory=set)
-    workers: int = 1
-
-    @property
-    def place(self) -> tuple[Phase, int]:
-        """Phase and step."""
-        return self.phase, self.step
-
-    def add(self, other: "PassRow") -> None:
-        """Add later passes of the same worker."""
-        self.passes += other.passes
-        self.gradient_passes += other.gradient_passes
-        self.trained_sequences += other.trained_sequences
-        self.formats |= other.formats
-        if other.sequences is not None:
-            self.sequences = (self.sequences or 0) + other.sequences
-        if other.noised_parts is not None:
-            self.noised_parts = (self.noised_parts or 0) + other.noised_parts
-
-
-class RequiredPasses(NamedTuple):
-    """Passes that a study requires of one phase, on each worker.
-
-    In every step of `steps`, `sequences` are read without gradients (None: any number above 0); in those of
-    `trained_steps`, `trained_sequences` with gradients. `num_format`: that of all passes. `drops`: passes may have
-    dropout.
-    """
-
-    phase: Phase
-    num_format: str
-    steps: Collection[int] = ()
-    sequences: int | None = None
-    trained_steps: Collection[int] = ()
-    trained_sequences: int = 0
-    drops: bool = False
-
-
-def pass_problems(
-    required: Sequence[RequiredPasses],
-    rows: Mapping[tuple[Phase, int], PassRow],
-    noised_parts: Mapping[Phase, int],
-    steps_done: int,
-) -> list[str]:
-    """Return one line per difference between the required passes of the steps done and the rows that were seen.
-
-    `noised_parts`: the parts of the model with noise in every pass of a phase, for phases that have noise.
-    """
+def pass_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
+    """Return one line per difference between the required passes of the steps done and the rows that were seen."""
+    seen = {(row.phase, row.step): row for row in receipt.rows if row.step is not None}
+    parts = _noised_parts(receipt)
     found: dict[str, list[int]] = {}
-    for phase in required:
+    for needed in receipt.required:
+        step = needed.step or 0
         # A validation has the number of the steps before it.
-        for step in range(steps_done + (phase.phase == "validation")):
-            row = rows.get((phase.phase, step)) or PassRow(phase.phase, step, sequences=0)
-            for problem in _row_problems(phase, row, noised_parts.get(phase.phase, 0)):
-                found.setdefault(f"{phase.phase}: {problem}", []).append(step)
-    for step in range(steps_done) if required else ():
-        trained, backward = (rows.get((phase, step)) for phase in ("actor_forward", "backward"))
-        passes, graphs = backward.passes if backward else 0, trained.gradient_passes if trained else 0
-        if passes != graphs:
-            found.setdefault(f"backward: {passes} passes, the actor's had {graphs}", []).append(step)
-        elif backward and noised_parts.get("backward", 0) * passes > (backward.noised_parts or 0):
-            found.setdefault(f"backward: {_too_few_parts(backward, noised_parts['backward'])}", []).append(step)
+        if step < steps_done + (needed.phase == "validation"):
+            row = seen.get((needed.phase, step)) or Row(needed.phase, step, sequences=0)
+            for problem in _differences(needed, row, parts.get(needed.phase, 0), receipt.num_workers):
+                found.setdefault(f"{needed.phase}: {problem}", []).append(step)
+    for step in range(steps_done) if receipt.required else ():
+        backward = seen.get(("backward", step)) or Row("backward", step)
+        graphs = (seen.get(("actor_forward", step)) or Row("actor_forward")).gradient_passes
+        if backward.passes != graphs:
+            found.setdefault(f"backward: {backward.passes} passes, the actor's had {graphs}", []).append(step)
+        elif parts.get("backward", 0) * backward.passes > (backward.noised_parts or 0):
+            found.setdefault(f"backward: {_too_few_parts(backward, parts['backward'])}", []).append(step)
     return [f"{problem}, in {_steps(steps)}" for problem, steps in found.items()]
 
 
-def _row_problems(required: RequiredPasses, row: PassRow, noised_parts: int) -> Iterator[str]:
-    is_due = row.step in required.steps
-    if is_due and not row.passes:
+def places_with_gradients(receipt: ReceiptContent, phase: Phase) -> set[int]:
+    """Return the layers, and as the number after them the output projection, that a phase must reach.
+
+    A backward pass must reach those whose inputs need a gradient. In others, as below the first adapter, some products
+    may need one: the audit refuses each of these without noise.
+    """
+    needing = [row.gradients for row in receipt.phases if row.gradients is not None]
+    if phase != "backward" or not needing:
+        return set(range(receipt.num_layers + 1))
+    return set().union(*needing)
+
+
+def _noised_parts(receipt: ReceiptContent) -> Mapping[Phase, int]:
+    """Return in how many parts of the model each pass of a phase needs an error, for the phases that have noise."""
+    noise, num_layers = receipt.operator_noise, receipt.num_layers
+    if noise is None or not noise.is_active:
+        return {}
+    places = range(num_layers + 1)
+    noised = {place for place in places if noise.error_in(place if place < num_layers else None) is not None}
+    return {phase: len(noised & places_with_gradients(receipt, phase)) for phase in noise.phases}
+
+
+def _differences(needed: Row, row: Row, noised_parts: int, num_workers: int) -> Iterator[str]:
+    if needed.passes and not row.passes:
         yield "no pass of it was seen"
         return
-    sequences = (required.sequences or 0) * row.workers if is_due else 0
-    if row.sequences is not None and required.sequences is not None and row.sequences != sequences:
+    sequences = None if needed.sequences is None else needed.sequences * num_workers
+    if row.sequences is not None and sequences is not None and row.sequences != sequences:
         yield f"{row.sequences} sequences were read from their first token on, the study needs {sequences}"
-    trained = required.trained_sequences * row.workers if row.step in required.trained_steps else 0
+    trained = needed.trained_sequences * num_workers
     if row.trained_sequences != trained:
         yield f"{row.trained_sequences} sequences were trained on, the study needs {trained}"
     if row.noised_parts is not None and row.noised_parts < noised_parts * row.passes:
         yield _too_few_parts(row, noised_parts)
-    allowed = {required.num_format, *([f"{required.num_format} with dropout"] if required.drops else ())}
-    for other in sorted(row.formats - allowed):
-        yield f"passes computed in {other}, the study asks for {required.num_format}"
+    for other in sorted(row.formats - needed.formats):
+        yield f"passes computed in {other}, the study asks for {min(needed.formats)}"
 
 
-def _too_few_parts(row: PassRow, noised_parts: int) -> str:
+def _too_few_parts(row: Row, noised_parts: int) -> str:
     return f"its {row.passes} passes had noise in {row.noised_parts} layers altogether, expected {noised_parts} in each"
 
 

@@ -1,25 +1,28 @@
 """Receipts: the requested noise, the measured noise, and a check that refuses every mismatch between the two.
 
-The checks are in three modules: `operator_checks` (operators and modules), `fault_checks` and `aqn_checks`.
+The checks are in four modules: `passes`, `operator_checks` (operators and modules), `fault_checks` and `aqn_checks`.
 """
 
 from typing import Self
 
+from aqnpipe.config.noise import requested_size
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.receipts.aqn_checks import aqn_problems
 from aqnpipe.noise.receipts.fault_checks import fault_problems
 from aqnpipe.noise.receipts.operator_checks import operator_problems
+from aqnpipe.noise.receipts.passes import pass_problems
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 
 
 class Receipt(ReceiptContent):
     """Requested and measured noise of one training run or one evaluation pass."""
 
-    def check(self) -> Self:
+    def check(self, steps_done: int | None = None) -> Self:
         """Return self, or raise ReceiptError with every mismatch between requested and measured noise."""
-        problems = self.problems()
+        problems = self.problems(steps_done)
         if problems:
-            raise ReceiptError("receipt refused: " + "; ".join(problems), tuple(problems))
+            when = "" if steps_done is None else f" after step {steps_done}"
+            raise ReceiptError(f"receipt refused{when}: " + "; ".join(problems), tuple(problems))
         return self
 
     def problems(self, steps_done: int | None = None) -> list[str]:
@@ -28,9 +31,29 @@ class Receipt(ReceiptContent):
         `steps_done`: the receipt is of a run that has made so many optimiser steps, so nothing is missing yet that only
         later steps bring; None: the run has ended.
         """
+        steps = self.num_steps if steps_done is None else steps_done
         return [
             *self.mismatches,
+            *pass_problems(self, steps),
             *operator_problems(self, has_ended=steps_done is None),
-            *aqn_problems(self, self.num_steps if steps_done is None else steps_done),
+            *aqn_problems(self, steps),
             *fault_problems(self),
         ]
+
+    def __str__(self) -> str:
+        """Return the request, a line per phase, and the verdict."""
+        noises = [noise for noise in (self.operator_noise, self.module_noise) if noise is not None]
+        lines = [
+            f"requested     {noise.error.kind} {requested_size(noise.error):g} in {', '.join(noise.phases)}"
+            for noise in noises
+        ]
+        lines += [f"requested     AQN on {self.aqn.targets}"] if self.aqn else []
+        lines += [f"requested     fault {fault.type} in layer {fault.layer}" for fault in self.faults]
+        for row in self.phases:
+            size, elements = self.measured_scale(row.phase)
+            noised = (
+                f"{row.calls:,} calls with an error of size {size:.4g}" if elements else "no operator with an error"
+            )
+            audited = f"{row.recomputed:,} values recomputed, {row.wrong:,} wrong"
+            lines.append(f"{row.phase:<14}{row.passes:,} passes, {noised}; {audited}")
+        return "\n".join([*lines, *([f"REFUSED       {problem}" for problem in self.problems()] or ["accepted"])])

@@ -1,64 +1,103 @@
-"""Content of a receipt: the request, and the rows of what was measured."""
+"""Content of a receipt: the request, the table of what the study requires, and the table of what was seen."""
 
 import math
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Self
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 from aqnpipe.config.noise import AdaptiveNoise, Fault, ModuleNoise, OperatorNoise, Phase, requested_size
-from aqnpipe.noise.receipts.passes import PassRow
-from aqnpipe.noise.receipts.rows import (
-    FaultCell,
-    GradientFlow,
-    NoiseCell,
-    PhaseRecord,
-    ReceiptModel,
-    WeightCell,
-    WeightSync,
-)
-
-TABLES = ("cells", "phases", "fault_cells", "gradient_flows", "weight_cells", "passes")
-"""The tables of a recorder, by the names that they have in `RecorderState` and, but for `passes`, in a receipt."""
+from aqnpipe.noise.receipts.table import AQN, Row
 
 
-@dataclass
-class RecorderState:
-    """Everything that a `ReceiptRecorder` has measured. The requested noise is not part of it.
+class ReceiptModel(BaseModel):
+    """Base of the parts of a receipt that are no rows: frozen, unknown keys refused."""
 
-    `keys` are those of the noise of an evaluation: phase, seed, step, micro-step and rank of each batch.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
-    Floats survive JSON bit for bit, so a restored recorder ends with the same receipt.
+
+class WeightSync(ReceiptModel):
+    """One redraw of AQN noise on the rollout policy: on its norm weights, or on its hidden states.
+
+    `sigma_scheduled` is the sigma that the trainer used. `sigma_requested` is the root mean square over all elements
+    after per-layer factors. `sigma_measured` is that of the added noise (hidden states: relative, from samples). The
+    hashes are of the norm weights, which are clean before and after, for every target.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
-
-    cells: list[NoiseCell]
-    phases: list[PhaseRecord]
-    fault_cells: list[FaultCell]
-    gradient_flows: list[GradientFlow]
-    foreign_faults: set[str]
-    weight_syncs: list[WeightSync]
-    weight_cells: list[WeightCell]
-    num_noised_modules: int
-    mismatches: set[str] = field(default_factory=set)
-    passes: list[PassRow] = field(default_factory=list)
-    keys: list[tuple[Phase, int, int, int, int]] = field(default_factory=list)
-
-    def to_json(self) -> str:
-        """Return the state as JSON."""
-        return _ADAPTER.dump_json(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> "RecorderState":
-        """Return the state that `to_json` wrote. Raises pydantic's ValidationError on anything else."""
-        return _ADAPTER.validate_json(text)
+    step: int
+    sigma_scheduled: float
+    sigma_requested: float
+    sigma_measured: float
+    targets: int = Field(description="number of norms, or decoder layers, that AQN targets")
+    elements: int = Field(description="elements that were noised and measured")
+    squared_error_ratio: float = Field(description="mean of (measured/requested)^2 over elements")
+    expected_ratio: float = Field(description="what it should be: 1, or what rounding to 16 bits makes of it")
+    ratio_error: float = Field(description="standard error of squared_error_ratio")
+    clean_sha256_before: str
+    clean_sha256_after: str
 
 
-_ADAPTER = TypeAdapter(RecorderState)
+class RecorderState(ReceiptModel):
+    """Everything that a recorder has measured. Floats survive JSON bit for bit, so a restored recorder continues it.
+
+    `noise_keys` are those of the noise of an evaluation: phase, seed, step, micro-step and rank of each batch.
+    """
+
+    rows: tuple[Row, ...] = ()
+    weight_syncs: tuple[WeightSync, ...] = ()
+    mismatches: tuple[str, ...] = Field(
+        default=(),
+        exclude_if=lambda found: not found,
+        description="differences of the installed noise and faults from the requested ones; absent if there are none",
+    )
+    num_noised_modules: int = Field(default=0, description="number of modules that the module noise selects")
+    noise_keys: tuple[tuple[Phase, int, int, int, int], ...] = Field(default=(), exclude_if=lambda keys: not keys)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy, without what was computed from the rows."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in ("phases", "cells"):
+            vars(copied).pop(name, None)
+        return copied
+
+    @cached_property
+    def phases(self) -> tuple[Row, ...]:
+        """A row per phase, in the order of first appearance: all of its rows added up."""
+        phases: dict[Phase, Row] = {}
+        for row in self.rows:
+            if row.operator != AQN and row.fault < 0:
+                phases.setdefault(row.phase, Row(row.phase)).include([row])
+        return tuple(phases.values())
+
+    @cached_property
+    def cells(self) -> tuple[Row, ...]:
+        """The rows of operators and modules with an error, by phase and layer, outside the layers last."""
+        cells = [row for row in self.rows if row.error is not None]
+        return tuple(sorted(cells, key=lambda row: (row.phase, row.layer is None, row.layer or 0, row.operator)))
+
+    @property
+    def fault_cells(self) -> tuple[Row, ...]:
+        """The rows of simulated faults in forward passes."""
+        cells = [row for row in self.rows if row.fault >= 0 and row.phase != "backward"]
+        return tuple(sorted(cells, key=lambda row: (row.phase, row.fault)))
+
+    @property
+    def gradient_flows(self) -> tuple[Row, ...]:
+        """The rows of gradients at simulated faults."""
+        flows = [row for row in self.rows if row.fault >= 0 and row.phase == "backward"]
+        return tuple(sorted(flows, key=lambda row: row.fault))
+
+    @property
+    def weight_cells(self) -> tuple[Row, ...]:
+        """The rows of AQN's noise."""
+        return tuple(row for row in self.rows if row.operator == AQN)
 
 
-class ReceiptContent(ReceiptModel):
+_MEASURED = tuple(RecorderState.model_fields)
+
+
+class ReceiptContent(RecorderState):
     """The requested noise of one training run or evaluation pass, and its measurements."""
 
     operator_noise: OperatorNoise | None
@@ -66,19 +105,8 @@ class ReceiptContent(ReceiptModel):
     aqn: AdaptiveNoise | None = None
     faults: tuple[Fault, ...] = Field(default=(), description="requested simulated faults of the machine")
     expected_phases: tuple[Phase, ...] = Field(description="phases that must have run")
-    phases: tuple[PhaseRecord, ...]
-    cells: tuple[NoiseCell, ...]
-    weight_syncs: tuple[WeightSync, ...]
-    weight_cells: tuple[WeightCell, ...] = ()
-    fault_cells: tuple[FaultCell, ...] = ()
-    gradient_flows: tuple[GradientFlow, ...] = ()
-    foreign_faults: tuple[str, ...] = Field(
-        default=(), description="modules with a simulated fault that is not one of `faults`"
-    )
-    mismatches: tuple[str, ...] = Field(
-        default=(),
-        exclude_if=lambda found: not found,
-        description="settings of the installed noise that differ from the requested ones; absent if there are none",
+    required: tuple[Row, ...] = Field(
+        default=(), description="passes of every phase and step that the study requires on each worker"
     )
     layer_factors: dict[int, float] | None = Field(
         default=None,
@@ -86,7 +114,6 @@ class ReceiptContent(ReceiptModel):
     )
     num_layers: int
     num_norms: int
-    num_noised_modules: int = Field(default=0, description="number of modules that the module noise selects")
     num_steps: int = Field(default=0, description="optimiser steps of the run; 0 for an evaluation pass")
     num_epochs: int = 0
     norms_watched: bool = Field(
@@ -97,6 +124,10 @@ class ReceiptContent(ReceiptModel):
         default=1, description="data-parallel workers whose measurements are summed in this receipt"
     )
 
+    def with_measured(self, found: RecorderState) -> Self:
+        """Return the receipt of the same request with other measurements."""
+        return self.model_copy(update={name: getattr(found, name) for name in _MEASURED} | {"noise_keys": ()})
+
     def requested_scale(self, phase: Phase) -> float:
         """Return the size of the error that operators should have in `phase`; 0 where none was requested."""
         noise = self.operator_noise
@@ -104,11 +135,7 @@ class ReceiptContent(ReceiptModel):
 
     def measured_scale(self, phase: Phase) -> tuple[float, int]:
         """Return (root mean square relative error, number of measured elements) over all operators of `phase`."""
-        cells = [
-            cell for cell in self.cells if cell.phase == phase and not cell.is_module and cell.measured is not None
-        ]
+        cells = [cell for cell in self.cells if cell.phase == phase and not cell.is_module]
         total = sum(cell.measured_elements for cell in cells)
-        if not total:
-            return 0.0, 0
         squares = sum(cell.measured**2 * cell.measured_elements for cell in cells if cell.measured is not None)
-        return math.sqrt(squares / total), total
+        return (math.sqrt(squares / total), total) if total else (0.0, 0)

@@ -25,6 +25,19 @@ _WIDE = 2.0
 _STEPS = np.arange(1, 20, dtype=np.float64)
 
 
+_HALF_A_STEP = math.sqrt(3)
+"""Half the distance between neighbouring numbers, in standard deviations of rounding to them."""
+
+
+def left_by_rounding(size: float, rounding: float | None) -> float:
+    """Return the least root mean square that rounding leaves of errors of `size`, as it moves none by over half a step.
+
+    `rounding`: standard deviation of the rounding. An error below half a step may be lost as a whole: this is what a
+    number format does to it, and no mistake.
+    """
+    return max(size - _HALF_A_STEP * (rounding or 0.0), 0.0)
+
+
 def spacing_of(tensor: Tensor) -> tuple[FloatArray, FloatArray]:
     """Return the distances of each element of a flat tensor from the next number away from 0 and toward it.
 
