@@ -12,11 +12,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
 import polars as pl
 import pytest
+from faulted_study import tally
 from pydantic import ValidationError
 from ray_nodes import two_ray_nodes
 from safetensors.torch import load_file
@@ -194,8 +196,12 @@ class Launch:
 
     def wait_for_step(self, step, timeout=400):
         """Wait until the resume point after `step` exists; return the commands of all descendants by process id."""
+        return self.wait_until(lambda: list(self._resume_points.glob(f"*/resume/step{step}")), timeout)
+
+    def wait_until(self, condition, timeout=400):
+        """Wait for a condition; return the commands of all descendants by process id."""
         until = time.monotonic() + timeout
-        while not list(self._resume_points.glob(f"*/resume/step{step}")):
+        while not condition():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < until, self.log.read_text()
             time.sleep(0.05)
@@ -249,10 +255,27 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
     wait_until_gone(below)
     assert "resuming after step 1" in launch.log.read_text()
 
+    # The whole tree at once in the midst of a step: launch, Ray's processes and both workers.
+    launch = Launch(inputs, out)
+    below = launch.wait_until(lambda: "resuming after step 2" in launch.log.read_text())
+    assert sum("RayTrainWorker" in command for command in below.values()) == 2
+    for pid in (launch.process.pid, *below):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    launch.process.wait()
+    wait_until_gone(below)
+    assert not list(out.glob("scratch/*/resume/step3"))
+
     said = []
     run_training_job(spec(noisy=True), inputs, out / "run", out / "scratch", said.append)
     assert "resuming after step 2" in said[0]
     assert digests(out / "run") == digests(finished("noisy")[0])
+    tally(
+        "workers",
+        ("SIGKILL of a worker of a training", "after step 1"),
+        ("SIGKILL of the launch of a training with workers", "after step 2"),
+        ("SIGKILL of a whole training with workers in mid-step", "in step 3"),
+    )
 
 
 @pytest.mark.parametrize("cause", ["dead", "refused", "bug", None])

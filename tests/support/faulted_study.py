@@ -1,6 +1,7 @@
 """The smallest study with every stage, run by Snakemake in its own folder, and the faults to inject meanwhile."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -184,10 +185,13 @@ class Run:
         """Return the rules of the running jobs by process id; the name of a script ends with its rule."""
         return {pid: name.split(".")[-2] for pid, name in self.processes().items() if name != "snakemake"}
 
-    def kill(self, pid: int) -> None:
-        """Kill a process if it still runs."""
-        with contextlib.suppress(ProcessLookupError):
+    def kill(self, pid: int) -> bool:
+        """Kill a process; return whether it still ran."""
+        try:
             os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
 
     def kill_all(self) -> None:
         """Kill Snakemake, then its shells and jobs, until no process is left."""
@@ -305,6 +309,13 @@ def write_model(folder: Path) -> None:
     model = random_model_of(num_layers=2, eos_token_id=tokenizer.eos_token_id, **settings)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def tally(kind: str, *faults: tuple[str, str]) -> None:
+    """Add faults (what, where) that a study survived to the tally of benchmarks/pipeline_faults.py, if there is one."""
+    if path := os.environ.get("AQNPIPE_FAULTS_TALLY"):
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"seed": -1, "kind": kind, "faults": faults, "wrong": ""}) + "\n")
 
 
 def planned_jobs(dry_run: str) -> dict[str, int]:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from faulted_study import tally
 from filelock import FileLock
 from replacing import replace_in, substituted
 
@@ -242,6 +243,16 @@ def test_a_study_disturbed_in_every_way_ends_with_the_same_bytes(source, undistu
     ours, theirs = run.artifacts(), undisturbed.artifacts()
     assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == set()
     assert not run.jobs("")
+    tally(
+        "Slurm",
+        ("Slurm: job cancelled, its node drained", "train"),
+        ("Slurm: controller and node daemon killed", "train"),
+        ("Slurm: node cut off", "train"),
+        ("Slurm: preempted", "train"),
+        ("Slurm: time limit", "train"),
+        ("Slurm: Ctrl-C", "train"),
+        ("Slurm: Snakemake killed, its job alive", "train"),
+    )
 
 
 def disturb(run):
@@ -269,6 +280,12 @@ def disturb(run):
     wait_for("the job to be queued again", lambda: (seen[-1], "PENDING") in [job[:2] for job in run.jobs("train")])
     cluster("revive", "npu01")
     assert wait_for("training after the node was cut off", run.training) == seen[-1]
+
+    # Preempted: Slurm ends it without asking, and queues it again under its number.
+    os.kill(run.trainer(), signal.SIGSTOP)  # so that it is not done before
+    slurm("scontrol", "requeue", seen[-1])
+    wait_for("the preempted job to be queued", lambda: (seen[-1], "PENDING") in [job[:2] for job in run.jobs("train")])
+    assert wait_for("training after the preemption", run.training) == seen[-1]
 
     # Its time is nearly up: Slurm says so by SIGURG, training writes a resume point, and the retry goes on from there.
     os.kill(run.trainer(), signal.SIGSTOP)  # so that it is not done before; Slurm wakes it before it sends its signal
