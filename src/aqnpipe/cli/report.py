@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from aqnpipe.cli.options import TrustCode
 from aqnpipe.cli.study import open_study
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError
@@ -15,12 +16,15 @@ PARTIAL = "partial"
 """Folder in the results for reports on what exists; in place of the final report they would stop the study."""
 
 
-def report(study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")]) -> None:
+def report(
+    study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")],
+    trust_code: TrustCode = False,
+) -> None:
     """Compare and report on the existing results of a study, for example while it runs or after a failed job.
 
     Writes a separate folder in the results, which the study ignores.
     """
-    for line in report_on_existing_results(open_study([study], look_outside=False)):
+    for line in report_on_existing_results(open_study([study], look_outside=False, trust_code=trust_code)):
         typer.echo(line)
 
 
