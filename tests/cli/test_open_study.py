@@ -455,7 +455,7 @@ def test_code_of_the_working_directory_runs_without_a_flag(name, tmp_path, monke
 def test_trust_is_true_or_false_and_no_key_of_a_study(value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     study = write_study(tmp_path)
-    with pytest.raises(ConfigError, match="--config: trust_code: found .*, expected true or false"):
+    with pytest.raises(ConfigError, match=r"--config: trust_code: found .*, expected true or false"):
         open_study([study], {"trust_code": value})
     study.write_text(f"trust_code: true\n{study.read_text()}")
     with pytest.raises(ConfigError, match="trust_code: unknown key"):
