@@ -19,9 +19,9 @@ import warm_python
 import yaml
 from random_models import random_model_of
 from replacing import substituted
+from tiny_tokenizer import build_tokenizer
 
 import aqnpipe
-from aqnpipe.models.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 _NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
