@@ -248,23 +248,25 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
     )
     wait_until_gone(below)
 
+    # The whole tree at once in the midst of step 3: launch, Ray's processes and both workers.
+    launch = Launch(inputs, out)
+    below = launch.wait_until(lambda: "step 2/3" in launch.log.read_text())
+    for pid in (launch.process.pid, *below):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert sum("RayTrainWorker" in command for command in below.values()) == 2
+    assert launch.process.wait() == -signal.SIGKILL
+    wait_until_gone(below)
+    assert "resuming after step 1" in launch.log.read_text()
+    assert "step 3/3" not in launch.log.read_text()
+    assert not list(out.glob("scratch/*/resume/step2"))
+
     launch = Launch(inputs, out)
     below = launch.wait_for_step(2)
     launch.process.kill()
     launch.process.wait()
     wait_until_gone(below)
     assert "resuming after step 1" in launch.log.read_text()
-
-    # The whole tree at once in the midst of a step: launch, Ray's processes and both workers.
-    launch = Launch(inputs, out)
-    below = launch.wait_until(lambda: "resuming after step 2" in launch.log.read_text())
-    assert sum("RayTrainWorker" in command for command in below.values()) == 2
-    for pid in (launch.process.pid, *below):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    launch.process.wait()
-    wait_until_gone(below)
-    assert not list(out.glob("scratch/*/resume/step3"))
 
     said = []
     run_training_job(spec(noisy=True), inputs, out / "run", out / "scratch", said.append)
