@@ -58,7 +58,7 @@ def check(
         typer.Option(min=0.001, help="peak rate of one device in TFLOP/s; default: that of an A100 or a CPU core"),
     ] = None,
     training_utilization: Annotated[
-        float | None, typer.Option(min=0.001, max=1, help="share of the peak rate reached in training passes")
+        float | None, typer.Option(min=0.001, max=1, help="share of the peak rate reached in training")
     ] = None,
     generation_utilization: Annotated[
         float | None, typer.Option(min=0.001, max=1, help="share of the peak rate reached in generation")

@@ -54,7 +54,7 @@ def sensitivity(
     """Measure which layers of a model are fragile: loss and accuracy with noise in one layer at a time.
 
     Also shows the first-order estimate of the same from one backward pass, which the diagnosis of a study uses, and how
-    well it ranks the layers. The noise of every pass is proven by its receipt.
+    well it ranks the layers. Receipts prove the noise of every measurement.
     """
     import torch
 

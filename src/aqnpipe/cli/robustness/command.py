@@ -77,7 +77,7 @@ def robustness(
 ) -> None:
     """Evaluate checkpoints at several noise levels and compare them, paired over questions.
 
-    Every pass has a receipt: its noise was measured, or the command fails.
+    Every evaluation has a receipt: its noise was measured, or the command fails.
     """
     sources = named_sources(checkpoints)
     if output.exists() and not output.is_dir():
