@@ -194,11 +194,11 @@ class Launch:
                 cwd=out,
             )
 
-    def wait_for_step(self, step, timeout=400):
+    def wait_for_step(self, step, timeout=900):
         """Wait until the resume point after `step` exists; return the commands of all descendants by process id."""
         return self.wait_until(lambda: list(self._resume_points.glob(f"*/resume/step{step}")), timeout)
 
-    def wait_until(self, condition, timeout=400):
+    def wait_until(self, condition, timeout=900):
         """Wait for a condition; return the commands of all descendants by process id."""
         until = time.monotonic() + timeout
         while not condition():
@@ -241,7 +241,7 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
     below = launch.wait_for_step(1)
     worker = max(pid for pid, command in below.items() if "RayTrainWorker" in command)
     os.kill(worker, signal.SIGKILL)
-    assert launch.process.wait(timeout=60) == 1
+    assert launch.process.wait(timeout=300) == 1
     assert (
         "memory is one possible cause), so all were ended; the same command continues"
         in launch.log.read_text().splitlines()[-1]
