@@ -180,7 +180,14 @@ def one_byte(study: FaultedStudy, generator: random.Random, whole: Reference) ->
         raise BrokenError(f"found damage where there is none: {sorted(named)}")
     for path, content in changed.items():
         path.write_bytes(content)
-    _damaged(study, "--repair")
+    # In a process of its own, which holds the lock of the results until it ends.
+    repaired = subprocess.run(
+        [sys.executable, "-c", "from aqnpipe.cli.main import main; main()", "verify", study.results, "--repair"],
+        env=study.python.environment,
+        check=False,
+    )
+    if repaired.returncode != 1:
+        raise BrokenError(f"verify --repair of damaged results ended with {repaired.returncode}")
     return faults
 
 
@@ -189,9 +196,9 @@ def _with_one_other_byte(content: bytes, generator: random.Random) -> bytes:
     return content[:position] + bytes([content[position] ^ 1 << generator.randrange(8)]) + content[position + 1 :]
 
 
-def _damaged(study: FaultedStudy, *options: str) -> set[Path]:
+def _damaged(study: FaultedStudy) -> set[Path]:
     """Return the files that `aqnpipe verify` names."""
-    found = CliRunner().invoke(app, ["verify", str(study.results), *options])
+    found = CliRunner().invoke(app, ["verify", str(study.results)])
     if found.exit_code not in (0, 1):
         raise BrokenError(f"verify ended with {found.exit_code}: {found.output} {found.exception!r}")
     return {Path(line.partition(": ")[0]) for line in found.output.splitlines() if not line.startswith("verify:")}

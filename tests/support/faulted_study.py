@@ -281,7 +281,10 @@ class FaultedStudy:
         for run in self.runs:
             run.kill_all()
         if self._has_disk:
-            subprocess.run(["umount", self.folder], check=True)
+            # The kernel may still close the files of processes that were killed.
+            until = time.monotonic() + 30
+            while subprocess.run(["umount", self.folder], check=time.monotonic() > until).returncode:
+                time.sleep(0.2)
 
     def bytes_of_results(self) -> dict[str, bytes]:
         """Return every file of the results by its path, hidden and unexpected files included, without timings.
