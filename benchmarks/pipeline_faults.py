@@ -181,7 +181,7 @@ def one_byte(study: FaultedStudy, generator: random.Random, whole: Reference) ->
     for path, content in changed.items():
         path.write_bytes(content)
     # In a process of its own, which holds the lock of the results until it ends.
-    repaired = subprocess.run(
+    repaired = subprocess.run(  # noqa: S603 - the interpreter itself
         [sys.executable, "-c", "from aqnpipe.cli.main import main; main()", "verify", study.results, "--repair"],
         env=study.python.environment,
         check=False,
