@@ -8,6 +8,7 @@ weights (rounded to bfloat16) on fresh problems of the test pool.
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,8 +31,10 @@ from aqnpipe.data.scoring import extract_answer, is_correct
 from aqnpipe.data.stories import NAMES, Difficulty, Problem
 from aqnpipe.errors import DataError
 from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.seeding import derive_seed, keyed_generator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from tiny_tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -7,6 +7,7 @@ receipt is checked, so every noised pass contains its noise.
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from importlib.util import find_spec
@@ -27,7 +28,9 @@ from aqnpipe.generation.noisy_passes import NoisyGenerator, PassNoise, Transform
 from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model
-from aqnpipe.models.tokenizer import build_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from tiny_tokenizer import build_tokenizer
 
 CONSOLE = Console(width=200)
 NOISES = {

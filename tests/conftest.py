@@ -241,7 +241,7 @@ def make_model():
 @pytest.fixture(scope="module")
 def save_model(tmp_path_factory, make_model):
     """Function (num_layers) -> folder of a small random model with the built-in tokenizer."""
-    from aqnpipe.models.tokenizer import build_tokenizer
+    from tiny_tokenizer import build_tokenizer
 
     def save(num_layers: int) -> Path:
         folder = tmp_path_factory.mktemp("model")

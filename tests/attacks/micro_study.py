@@ -15,6 +15,7 @@ import worker_processes
 import yaml
 from random_models import random_mixture_of
 from study_variants import VARIANTS
+from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
@@ -28,7 +29,6 @@ from aqnpipe.diagnosis import stage as diagnosis
 from aqnpipe.errors import RunInterruptedError
 from aqnpipe.evaluation import stage as evaluation
 from aqnpipe.models.loading import prepare_model
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.report.inputs import inputs_of
 from aqnpipe.report.stage import ReportOutputs, build_report
 from aqnpipe.runtime import training as runtime

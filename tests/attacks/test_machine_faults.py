@@ -5,10 +5,12 @@ made. Afterwards a plain `snakemake` ends with the bytes of an undisturbed study
 """
 
 import os
+import random
 import time
 
 import pytest
 from faulted_study import FaultedStudy, differences
+from pipeline_faults import Reference, one_byte
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +66,7 @@ def test_kills_of_jobs_of_all_and_of_snakemake_alone(study, expected):
     finishes(study, expected)
 
 
-def test_two_at_once_and_a_clock_that_was_ahead(study, expected):
+def test_two_at_once_and_a_clock_that_was_ahead_or_behind(study, expected):
     began = time.time()
     first, second = study.start(), study.start()
     codes = [first.wait(), second.wait()]
@@ -73,12 +75,21 @@ def test_two_at_once_and_a_clock_that_was_ahead(study, expected):
         # By the study's lock, or by Snakemake's own where the first had just taken it.
         assert code == 0 or "works on this study" in run.said() or "cannot be locked" in run.said()
     assert differences(study.bytes_of_results(), expected) == []
-    # All that was written while the clock was a week ahead seems to be of the future.
-    study.shift_times(7 * 86400, began)
-    for name in ("claims.json", "report.html"):
-        (study.results / name).unlink()
+    # All that was written while the clock was a week ahead seems to be of the future, and then of the past.
+    for week in (7 * 86400, -7 * 86400):
+        study.shift_times(week, began)
+        for name in ("claims.json", "report.html"):
+            (study.results / name).unlink()
+        finishes(study, expected)
+        assert "Nothing to be done" in study.run("--dry-run")[1]
+
+
+def test_one_changed_byte_of_every_artifact_is_found_and_made_again(study, expected):
+    """It raises for one that `aqnpipe verify` does not name; of all at once, all are made again."""
+    faults = one_byte(study, random.Random(0), Reference(expected, 0.0, 0, 0))
+    assert len(faults) == sum(map(bool, expected.values())) > 40
+    assert {"data", "eval", "models", "runs", "srdd"} < {place for _, place in faults}
     finishes(study, expected)
-    assert "Nothing to be done" in study.run("--dry-run")[1]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk needs the rights of root")

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -287,6 +288,50 @@ def test_settings_that_are_no_file_or_too_large_are_one_line(folder, tmp_path, n
             file.truncate(2**40)
         with pytest.raises(ModelError, match=r"1,099,511,627,776 bytes, expected at most 268,435,456"):
             attempt()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "entries"),
+    [
+        ("config.json", "rope_scaling", [1.0] * 50_001),
+        ("generation_config.json", "eos_token_id", [*range(50_001)]),
+        ("tokenizer_config.json", "added_tokens_decoder", {str(i): {"content": f"<{i}>"} for i in range(50_001)}),
+    ],
+)
+def test_entries_without_end_are_one_line(folder, tmp_path, name, key, entries):
+    """With a million factors of positions, transformers computed for minutes."""
+    edit(folder / name, **{key: entries})
+    with pytest.raises(ModelError, match=rf"{name}: {key} has 50,001 entries, expected at most 50,000"):
+        prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+
+
+def empty_normalizer(folder):
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": ""}, "content": "x" * 1000}
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "spoil", [empty_normalizer, lambda folder: edit(folder / "tokenizer_config.json", model_max_length="x")]
+)
+def test_a_tokenizer_that_fails_on_text_fails_when_it_is_loaded(folder, spoil):
+    load_tokenizer(folder)
+    spoil(folder)
+    with pytest.raises(ModelError, match=r"tokenizer of .* cannot be loaded: "):
+        load_tokenizer(folder)
+
+
+def test_a_list_of_usual_length_is_taken(folder, tmp_path):
+    edit(folder / "generation_config.json", eos_token_id=[1, *range(40)], suppress_tokens=[*range(100)])
+    prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+
+
+@pytest.mark.parametrize("depth", range(100, 1100, 50))
+def test_settings_inside_settings_are_one_line_at_any_depth(folder, depth):
+    text = (folder / "config.json").read_text().rstrip().removesuffix("}")
+    (folder / "config.json").write_text(text + ',"a":' + '{"a":' * depth + "1" + "}" * (depth + 1))
+    with suppress(ModelError):
+        read_model_config(folder)
 
 
 @pytest.mark.parametrize("size", [0, -1, float("nan"), "96", [96, 0], 2**31])

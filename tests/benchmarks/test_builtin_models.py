@@ -17,12 +17,12 @@ from builtin_models import (
     settings_of,
 )
 from scipy.stats import binom
+from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.config.model import BUILTIN_MODELS, builtin_folder
 from aqnpipe.data.generated import take_problems
 from aqnpipe.data.stories import Difficulty
 from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.models.tokenizer import build_tokenizer
 
 
 def record_of(name: str) -> RecipeRecord:

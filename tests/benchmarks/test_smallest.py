@@ -49,7 +49,7 @@ COMMANDS = {
     (
         "pipeline_faults",
         ("--folder", "faults"),
-    ): "| read-only disk | 1 | `snakemake`, which does not start | 0 |",
+    ): "| read-only disk | 1 | 1 | 0 | `snakemake`, which does not start | ",
     ("ragged_batches", ()): "ratio by rollout",
     ("rehearsal", (str(ROOT / "config" / "qwen2.5-1.5b.yaml"), "--questions", "questions", "--output", "made")): (
         "exit code 0 after "

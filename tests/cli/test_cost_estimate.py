@@ -156,8 +156,9 @@ def test_samples_and_examples_cost_what_they_add(config):
 
 
 def test_generated_prompts_are_as_long_as_the_tokenizer_makes_them(config):
+    from tiny_tokenizer import build_tokenizer
+
     from aqnpipe.data.loader import load_problems
-    from aqnpipe.models.tokenizer import build_tokenizer
 
     plan = plan_of(config)
     tokenizer = build_tokenizer()

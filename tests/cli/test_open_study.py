@@ -1,6 +1,7 @@
 """Opening a study: what is checked outside its files, and what Snakemake reads before the workflow."""
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -362,3 +363,123 @@ def test_results_go_beside_files_of_a_user_but_not_over_them(tmp_path):
     # Results whose records were removed, or that were made without any.
     (folder / "runs").mkdir()
     open_study(study, {"results_dir": str(folder)})
+
+
+ERROR = "{{kind: own, function: '{function}', size: 0.05}}"
+MODULE = """
+from pathlib import Path
+
+Path(__file__).with_name("ran").touch()
+
+def error(values, normals):
+    return values * (1 + 0.05 * normals[0])
+
+def scorer(response, gold_answer):
+    return gold_answer in response
+"""
+FOREIGN = ["sent", "sent_in_a_folder", "python", "installed", "installed_here", "arms", "study"]
+
+
+def write_study(folder, function=None, scorer="strict", arms="arms.yaml"):
+    folder.mkdir(parents=True, exist_ok=True)
+    text = (CONFIG / "smoke.yaml").read_text()
+    (folder / "study.yaml").write_text(
+        yaml.safe_dump(
+            yaml.safe_load(text)
+            | {"arms": ["mine"], "seeds": [0], "arms_file": arms, "comparisons": []}
+            | {"evaluation": {**yaml.safe_load(text)["evaluation"], "primary_scorer": scorer}}
+        )
+    )
+    error = ERROR.format(function=function) if function else "{kind: relative_gaussian, scale: 0.05}"
+    arm = f"arms: {{mine: {{description: mine, model: base, operator_noise: {{error: {error}}}}}}}\n"
+    (folder / "arms.yaml").write_text(arm)
+    return folder / "study.yaml"
+
+
+def foreign(case, tmp_path, monkeypatch):
+    """Return a study with code from elsewhere, and the folders in which its module would leave a trace."""
+    here, sent = tmp_path / "here", tmp_path / "sent"
+    installed = {"installed": tmp_path / "lib", "installed_here": here / "env" / "site-packages"}.get(case)
+    for folder in (here, sent / "code", *([installed] if installed else [])):
+        folder.mkdir(parents=True, exist_ok=True)
+    module = f"brought_{case}"
+    place = {"sent": sent, "sent_in_a_folder": sent / "code"}.get(case, installed or here)
+    (place / f"{module}.py").write_text(MODULE)
+    if installed:
+        monkeypatch.syspath_prepend(installed)
+    monkeypatch.chdir(here)
+    if case == "python":
+        return write_study(here, scorer="ctypes.util:find_library"), place
+    if case == "arms":
+        write_study(sent, function=f"../here/{module}:error")
+        return write_study(here, arms="../sent/arms.yaml"), place
+    if case == "study":
+        return write_study(sent, scorer=f"{module}:scorer"), place
+    name = f"code/{module}" if case == "sent_in_a_folder" else module
+    return write_study(here if installed else sent, function=f"{name}:error"), place
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+@pytest.mark.parametrize("command", ["check", "plan", "report", "workflow", "a job"])
+def test_code_from_elsewhere_runs_only_if_the_user_says_so(case, command, tmp_path, monkeypatch, command_line):
+    study, place = foreign(case, tmp_path, monkeypatch)
+    expected = "would run with your rights, and .* is not of the working directory; expected --trust-code "
+    if command == "a job":
+        assert open_study([study], look_outside=False, trust_code=True)  # the main process has asked
+    elif command == "workflow":
+        for untrusted in ({}, {"trust_code": "false"}):
+            with pytest.raises(ConfigError, match=expected):
+                open_study([study], untrusted)
+        assert open_study([study], {"trust_code": "true"}).study.arms
+    else:
+        done = command_line(command, study)
+        assert done.returncode == 2
+        assert re.search(expected, done.stderr), done.stderr
+        assert done.stderr.count("\n") == 1
+        assert not (place / "ran").exists()
+        assert "would run with your rights" not in command_line(command, study, "--trust-code").stderr
+
+
+@pytest.mark.parametrize("name", ["beside_{}", "inner/beside_{}"])
+def test_code_of_the_working_directory_runs_without_a_flag(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = name.format(tmp_path.name)
+    (tmp_path / "studies" / "inner").mkdir(parents=True)
+    (tmp_path / "studies" / f"{module}.py").write_text(MODULE)
+    study = write_study(tmp_path / "studies", function=f"{module}:error", scorer=f"{module}:scorer")
+    assert open_study([study]).study.arms["mine"].operator_noise is not None
+    assert (tmp_path / "studies" / module).with_name("ran").exists()
+
+
+@pytest.mark.parametrize("value", ["maybe", "1", "/sent"])
+def test_trust_is_true_or_false_and_no_key_of_a_study(value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    study = write_study(tmp_path)
+    with pytest.raises(ConfigError, match=r"--config: trust_code: found .*, expected true or false"):
+        open_study([study], {"trust_code": value})
+    study.write_text(f"trust_code: true\n{study.read_text()}")
+    with pytest.raises(ConfigError, match="trust_code: unknown key"):
+        open_study([study])
+
+
+def test_errors_of_arms_noises_and_tasks_from_elsewhere_are_asked_about(tmp_path, monkeypatch, command_line):
+    study, place = foreign("sent", tmp_path, monkeypatch)
+    task = study.parent / "data.yaml"
+    task.write_text("dataset: {source: lm_eval, task: mine, include_path: ../sent}\n")
+    noises = study.parent / "noises.yaml"
+    noises.write_text(f"far: {{operator_noise: {{error: {ERROR.format(function='../sent/brought_sent:error')}}}}}\n")
+    for command in (
+        ("measure-noise", "tiny", "--arm", "mine", "--arms", study.parent / "arms.yaml"),
+        ("robustness", "tiny", "--noises", noises),
+        ("robustness", "tiny", "--data", task),
+        ("sensitivity", "tiny", "--data", task),
+    ):
+        done = command_line(*command)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert "would run with your rights" in done.stderr
+    assert not (place / "ran").exists()
+    trusted = command_line(
+        "measure-noise", "tiny", "--arm", "mine", "--arms", study.parent / "arms.yaml", "--trust-code"
+    )
+    assert trusted.returncode == 0, trusted.stderr
+    assert (place / "ran").exists()

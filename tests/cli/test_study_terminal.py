@@ -9,6 +9,7 @@ from snakemake.settings.enums import Quietness
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from aqnpipe.cli.study_terminal import LogHandler, Progress, Started, StudyLines, duration, error_in_log
+from aqnpipe.errors import STOPPED
 
 
 class Clock:
@@ -127,6 +128,28 @@ def test_an_error_is_shown_once_and_at_the_end(study, tmp_path):
         f"log: {second}",
     ]
     assert list(study.lines.closing()) == [], "a handler is closed twice"
+
+
+@pytest.mark.parametrize("written", [None, "", "node vm\n", f"node vm\nERROR: {STOPPED}\n"])
+@pytest.mark.parametrize("how", ["died with <Signals.SIGTERM: 15>.", "returned non-zero exit status 143."])
+def test_a_job_that_sigterm_ended_did_not_run_out_of_memory(study, tmp_path, written, how):
+    """Also one that is not yet as far as its log, as while it waits for the processor."""
+    log, other = tmp_path / "log", tmp_path / "other"
+    if written is not None:
+        log.write_text(written)
+    other.write_text("node vm\n")
+    study.begin((1, "train", "train: base/E5 seed 0"), (2, "train", "train: base/E5 seed 1"))
+    study.log(record(LogEvent.ERROR, f"RuleException:\nCalledProcessError in file train.smk:\nCommand {how}"))
+    study.log(failure(1, log))
+    study.log(record(LogEvent.ERROR, "RuleException:\nCalledProcessError in file train.smk:\nCommand died with 9"))
+    study.log(failure(2, other))
+    assert list(study.lines.closing())[:5] == [
+        "ERROR: stopped by SIGTERM before it was done",
+        "failed: train: base/E5 seed 0",
+        "next: run the same command, which continues",
+        f"log: {log}",
+        "ERROR: ended without an error in its log, as by SIGKILL (memory may be the cause); the same command continues",
+    ]
 
 
 def test_one_error_of_many_jobs_is_one_error(study, tmp_path):

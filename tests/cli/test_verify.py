@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from tiny_tokenizer import build_tokenizer
 from typer.testing import CliRunner
 
 from aqnpipe.artifacts.durable_files import digests_of
@@ -16,7 +17,6 @@ from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError, DataError, RunLockedError
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.runtime.file_lock import FileLock
 from aqnpipe.runtime.job_records import JobRecord
 

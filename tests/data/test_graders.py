@@ -4,7 +4,7 @@ import pytest
 from replacing import replaced
 
 from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.own_code import TRUSTED_CODE, load_function, located, source_digest
+from aqnpipe.config.own_code import load_function, located, source_digest
 from aqnpipe.data.graders import columns_of, grader, graders_of, pairs, refuse_unusable_scorer
 from aqnpipe.data.scoring import SCORERS, Graded
 from aqnpipe.errors import ConfigError
@@ -110,29 +110,6 @@ def test_a_module_beside_the_study_gets_its_folder(own, tmp_path):
     assert of(f"studies/beside_{own}:contains")("a rose", "rose").correct
     with pytest.raises(ConfigError, match=f"no module nowhere_{own} in studies"):
         load_function(f"studies/nowhere_{own}:contains")
-
-
-@pytest.mark.parametrize("name", ["{}:contains", "code/{}:contains"])
-def test_code_outside_of_the_working_directory_runs_only_if_it_is_trusted(tmp_path, monkeypatch, name):
-    """In a folder of its own, as somebody sent it: the study cannot allow it."""
-    sent, here = tmp_path / "sent", tmp_path / "here"
-    (sent / "code").mkdir(parents=True)
-    here.mkdir()
-    for folder in (sent, sent / "code"):
-        (folder / "brought_along.py").write_text(SOURCE)
-    monkeypatch.chdir(here)
-    function = name.format("brought_along")
-    found = str(sent / function)
-    for trusted in (None, "", str(here), f"{tmp_path}/sen"):
-        if trusted is not None:
-            monkeypatch.setenv(TRUSTED_CODE, trusted)
-        with pytest.raises(ConfigError, match=rf"would run with your rights, expected {TRUSTED_CODE}={sent}"):
-            located(function, sent)
-    monkeypatch.setenv(TRUSTED_CODE, f"/elsewhere:{sent}")
-    assert located(function, sent) == found
-    monkeypatch.delenv(TRUSTED_CODE)
-    monkeypatch.chdir(tmp_path)
-    assert located(function, sent) == found
 
 
 def test_a_module_behind_another_of_its_name_is_refused(own, tmp_path):

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
+from aqnpipe.cli.main import app
 from aqnpipe.config.study import study_schema
 from aqnpipe.report.words import catalogue
 
@@ -16,7 +18,7 @@ GENERATED = {"parity.md", "machine-faults.md"}
 """Pages that a program in `benchmarks/` writes."""
 PAGES = sorted(
     path
-    for pattern in ("docs/*.md", "docs/how-to/*.md", "docs/site/*.md", "config/*.md")
+    for pattern in ("README.md", "RUNNING.md", "docs/*.md", "docs/how-to/*.md", "docs/site/*.md", "config/*.md")
     for path in ROOT.glob(pattern)
     if path.name not in GENERATED
 )
@@ -76,7 +78,14 @@ def texts() -> dict[str, str]:
     placeholder = re.compile(r"\{[^}]*\}")
     report = {f"words.yaml {key}": prose(placeholder.sub(" ", text["en"])) for key, text in catalogue().items()}
     keys = {"keys of studies": prose("\n".join(shown_in(json.loads(study_schema()), {"description"})))}
-    return pages | studies | report | keys
+    return pages | studies | report | keys | help_of(typer.main.get_command(app), "aqnpipe")
+
+
+def help_of(command: typer.core.TyperCommand, name: str) -> dict[str, str]:
+    """Help of a command, of its options and of the commands below it."""
+    options = {f"{name} --{each.name}": prose(getattr(each, "help", "") or "") for each in command.params}
+    below = [help_of(each, f"{name} {word}") for word, each in getattr(command, "commands", {}).items()]
+    return {name: prose(command.help or ""), **options, **{key: text for part in below for key, text in part.items()}}
 
 
 @pytest.mark.parametrize("word", PRIVATE)

@@ -1,9 +1,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.generation.stop_text import StopText
-from aqnpipe.models.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 TEXT = "Question:"

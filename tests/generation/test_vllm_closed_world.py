@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_tokenizer import build_tokenizer
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, OPTConfig, Qwen2MoeConfig
 
 from aqnpipe.config.model import builtin_folder
@@ -12,7 +13,6 @@ from aqnpipe.generation.noisy_passes import PassNoise, TransformersPasses, pass_
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model
-from aqnpipe.models.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 

@@ -9,6 +9,7 @@ import sys
 
 import psutil
 import pytest
+from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import (
@@ -26,7 +27,6 @@ from aqnpipe.generation.noisy_passes import PassNoise, TransformersPasses, pass_
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model
-from aqnpipe.models.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 

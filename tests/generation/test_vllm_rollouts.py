@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec, OperatorNoise, RelativeGaussian
@@ -17,7 +18,6 @@ from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256, rms_norms
 from aqnpipe.models.loading import load_model
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder

@@ -4,6 +4,7 @@
 """
 
 import pytest
+from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import (
@@ -20,7 +21,6 @@ from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise, pass_receip
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.generation.vllm.sealed_memory import Sealed
 from aqnpipe.machine.machine import NoiseKey
-from aqnpipe.models.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 

@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from random_models import random_model_of
+from tiny_tokenizer import build_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
@@ -15,7 +16,6 @@ from aqnpipe.config.noise import ConstantSigma, EpochAwareRanges, LinearDecay
 from aqnpipe.config.own_noise import OwnSchedule
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.models.layout import rms_norms
-from aqnpipe.models.tokenizer import build_tokenizer
 
 DECAY = LinearDecay(sigma_start=0.08, sigma_end=0.0)
 TEXTS = [f"What is {i} plus {i} ?" for i in range(16)]

@@ -6,6 +6,7 @@ import polars as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.artifacts.files import read_json, read_table, write_table
 from aqnpipe.artifacts.loss_studies import LossStudyTable
@@ -18,7 +19,6 @@ from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.loss_study import stage
 from aqnpipe.loss_study.stage import LossStudyOutputs, loss_passes, loss_study, noised_layers
 from aqnpipe.models.loading import load_model
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyReceipts
 
 NUM_TEXTS = 4

@@ -6,6 +6,7 @@ import pytest
 import torch
 from replacing import replace_in
 from safetensors.torch import load_file, save_file
+from tiny_tokenizer import build_tokenizer
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 from typer.testing import CliRunner
 
@@ -29,7 +30,6 @@ from aqnpipe.models.layout import select_modules
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
 from aqnpipe.models.sites import layer_sites, site_module
-from aqnpipe.models.tokenizer import build_tokenizer
 
 LORA = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
 

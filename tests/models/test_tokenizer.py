@@ -3,12 +3,12 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, build_tokenizer, story_words
 from transformers import AutoTokenizer
 
 from aqnpipe.data.generated import take_problems
 from aqnpipe.data.stories import Difficulty
 from aqnpipe.models.loading import load_tokenizer
-from aqnpipe.models.tokenizer import EOS_TOKEN, PAD_TOKEN, build_tokenizer, story_words
 
 TOKENIZER = build_tokenizer()
 

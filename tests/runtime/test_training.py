@@ -12,11 +12,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
 import polars as pl
 import pytest
+from faulted_study import tally
 from pydantic import ValidationError
 from ray_nodes import two_ray_nodes
 from safetensors.torch import load_file
@@ -192,10 +194,14 @@ class Launch:
                 cwd=out,
             )
 
-    def wait_for_step(self, step, timeout=400):
+    def wait_for_step(self, step, timeout=900):
         """Wait until the resume point after `step` exists; return the commands of all descendants by process id."""
+        return self.wait_until(lambda: list(self._resume_points.glob(f"*/resume/step{step}")), timeout)
+
+    def wait_until(self, condition, timeout=900):
+        """Wait for a condition; return the commands of all descendants by process id."""
         until = time.monotonic() + timeout
-        while not list(self._resume_points.glob(f"*/resume/step{step}")):
+        while not condition():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < until, self.log.read_text()
             time.sleep(0.05)
@@ -235,12 +241,25 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
     below = launch.wait_for_step(1)
     worker = max(pid for pid, command in below.items() if "RayTrainWorker" in command)
     os.kill(worker, signal.SIGKILL)
-    assert launch.process.wait(timeout=60) == 1
+    assert launch.process.wait(timeout=300) == 1
     assert (
         "memory is one possible cause), so all were ended; the same command continues"
         in launch.log.read_text().splitlines()[-1]
     )
     wait_until_gone(below)
+
+    # The whole tree at once in the midst of step 3: launch, Ray's processes and both workers.
+    launch = Launch(inputs, out)
+    below = launch.wait_until(lambda: "step 2/3" in launch.log.read_text())
+    for pid in (launch.process.pid, *below):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert sum("RayTrainWorker" in command for command in below.values()) == 2
+    assert launch.process.wait() == -signal.SIGKILL
+    wait_until_gone(below)
+    assert "resuming after step 1" in launch.log.read_text()
+    assert "step 3/3" not in launch.log.read_text()
+    assert not list(out.glob("scratch/*/resume/step2"))
 
     launch = Launch(inputs, out)
     below = launch.wait_for_step(2)
@@ -253,6 +272,12 @@ def test_killed_workers_and_a_killed_launch_leave_nothing_behind_and_end_in_the_
     run_training_job(spec(noisy=True), inputs, out / "run", out / "scratch", said.append)
     assert "resuming after step 2" in said[0]
     assert digests(out / "run") == digests(finished("noisy")[0])
+    tally(
+        "workers",
+        ("SIGKILL of a worker of a training", "after step 1"),
+        ("SIGKILL of the launch of a training with workers", "after step 2"),
+        ("SIGKILL of a whole training with workers in mid-step", "in step 3"),
+    )
 
 
 @pytest.mark.parametrize("cause", ["dead", "refused", "bug", None])

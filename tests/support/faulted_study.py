@@ -1,6 +1,7 @@
 """The smallest study with every stage, run by Snakemake in its own folder, and the faults to inject meanwhile."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -18,9 +19,9 @@ import warm_python
 import yaml
 from random_models import random_model_of
 from replacing import substituted
+from tiny_tokenizer import build_tokenizer
 
 import aqnpipe
-from aqnpipe.models.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 _NOISE = {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}}
@@ -184,10 +185,13 @@ class Run:
         """Return the rules of the running jobs by process id; the name of a script ends with its rule."""
         return {pid: name.split(".")[-2] for pid, name in self.processes().items() if name != "snakemake"}
 
-    def kill(self, pid: int) -> None:
-        """Kill a process if it still runs."""
-        with contextlib.suppress(ProcessLookupError):
+    def kill(self, pid: int) -> bool:
+        """Kill a process; return whether it still ran."""
+        try:
             os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
 
     def kill_all(self) -> None:
         """Kill Snakemake, then its shells and jobs, until no process is left."""
@@ -277,7 +281,10 @@ class FaultedStudy:
         for run in self.runs:
             run.kill_all()
         if self._has_disk:
-            subprocess.run(["umount", self.folder], check=True)
+            # The kernel may still close the files of processes that were killed.
+            until = time.monotonic() + 30
+            while subprocess.run(["umount", self.folder], check=time.monotonic() > until).returncode:
+                time.sleep(0.2)
 
     def bytes_of_results(self) -> dict[str, bytes]:
         """Return every file of the results by its path, hidden and unexpected files included, without timings.
@@ -305,6 +312,13 @@ def write_model(folder: Path) -> None:
     model = random_model_of(num_layers=2, eos_token_id=tokenizer.eos_token_id, **settings)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def tally(kind: str, *faults: tuple[str, str]) -> None:
+    """Add faults (what, where) that a study survived to the tally of benchmarks/pipeline_faults.py, if there is one."""
+    if path := os.environ.get("AQNPIPE_FAULTS_TALLY"):
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"seed": -1, "kind": kind, "faults": faults, "wrong": ""}) + "\n")
 
 
 def planned_jobs(dry_run: str) -> dict[str, int]:

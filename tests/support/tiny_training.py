@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import polars as pl
+from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.artifacts.files import write_table
 from aqnpipe.artifacts.problems import ProblemTable
@@ -13,7 +14,6 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.loader import load_problems
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.runtime.training import run_training_job
 from aqnpipe.training.run import TrainingInputs
 

@@ -5,6 +5,7 @@ import shutil
 
 import polars as pl
 import pytest
+import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from tiny_training import AQN, NOISE, training_spec, write_inputs
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 LORA = {"rank": 4, "alpha": 8}
 SETTINGS = {"num_workers": 2, "micro_batch_size": 2, "learning_rate": 1e-3, "validation_questions": 3}
+WHOLE_UNCLIPPED = {"micro_batch_size": 4, "max_grad_norm": 1e6}
 RUNS = {
     "data": {},
     "fsdp": {"parallelism": "fsdp"},
@@ -28,6 +30,8 @@ RUNS = {
     "adapters, data": {"lora": LORA, "dtype": "bfloat16"},
     "bfloat16": {"parallelism": "fsdp", "dtype": "bfloat16", "gradient_checkpointing": True},
     "bfloat16, data": {"dtype": "bfloat16", "gradient_checkpointing": True},
+    "one micro-batch, unclipped": {"parallelism": "fsdp", **WHOLE_UNCLIPPED},
+    "one micro-batch, unclipped, data": WHOLE_UNCLIPPED,
 }
 RESUMED = {
     "parallelism": "fsdp",
@@ -99,6 +103,17 @@ def test_a_run_learns_what_data_parallelism_learns(shared, data, finished):
     assert [sync.sigma_measured for sync in receipts[0].weight_syncs] == [
         sync.sigma_measured for sync in receipts[1].weight_syncs
     ]
+
+
+def test_without_sums_in_another_order_weights_are_those_of_data_parallelism_bit_for_bit(finished):
+    """Micro-batches and the norm of all gradients are the only sums whose order differs (decision 26)."""
+    names = ("one micro-batch, unclipped", "one micro-batch, unclipped, data", "data")
+    mine, theirs, clipped = (
+        load_file(run_of(finished, name) / "checkpoints/step2/model.safetensors") for name in names
+    )
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    assert any(not torch.equal(mine[name], clipped[name]) for name in mine)
 
 
 def test_adapters_learn_what_they_learn_with_data_parallelism(finished):

@@ -14,12 +14,12 @@ import torch
 import yaml
 from faulted_study import WarmPython, planned_jobs
 from safetensors.torch import load_file, save_file
+from tiny_tokenizer import build_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.config.model import builtin_folder
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 pytestmark = pytest.mark.slow

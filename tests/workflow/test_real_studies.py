@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from tiny_tokenizer import build_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
@@ -25,7 +26,6 @@ from aqnpipe.data.stage import prepare_data
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.models.loading import prepare_model
 from aqnpipe.models.shapes import shape_from_config
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.run import TrainingInputs
 from aqnpipe.training.stage import train

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from faulted_study import tally
 from filelock import FileLock
 from replacing import replace_in, substituted
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "tests" / "cluster" / "slurm_on_one_machine.py"
 SNAKEMAKE = ROOT / "tests" / "support" / "prompt_snakemake.py"
 RESULTS = Path("results/cluster")
-SECONDS = 900
+SECONDS = 1800
 """Longest wait for anything; a loaded machine takes minutes for what an idle one does in seconds."""
 
 
@@ -131,6 +132,10 @@ class Run:
     def trainer(self):
         """Process id of the training that holds the run's lock."""
         return json.loads((self.folder / RESULTS / "scratch" / "base_baseline_seed0" / "lock").read_text())["pid"]
+
+    def training_again(self, ended):
+        """As `training`, once another process than `ended` trains; until then its log is there and says it does."""
+        return self.training() if self.trainer() != ended else None
 
     def train_log(self):
         path = self.folder / RESULTS / "logs" / "train" / "base_baseline_seed0.log"
@@ -242,6 +247,16 @@ def test_a_study_disturbed_in_every_way_ends_with_the_same_bytes(source, undistu
     ours, theirs = run.artifacts(), undisturbed.artifacts()
     assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == set()
     assert not run.jobs("")
+    tally(
+        "Slurm",
+        ("Slurm: job cancelled, its node drained", "train"),
+        ("Slurm: controller and node daemon killed", "train"),
+        ("Slurm: node cut off", "train"),
+        ("Slurm: preempted", "train"),
+        ("Slurm: time limit", "train"),
+        ("Slurm: Ctrl-C", "train"),
+        ("Slurm: Snakemake killed, its job alive", "train"),
+    )
 
 
 def disturb(run):
@@ -264,11 +279,19 @@ def disturb(run):
     assert wait_for("the same job after the restart", run.training) == seen[-1]
 
     # The node is cut off: Slurm queues the job again under its number, and on the node that is back it goes on.
-    os.kill(run.trainer(), signal.SIGSTOP)  # so that it is not done before
+    ended = run.trainer()
+    os.kill(ended, signal.SIGSTOP)  # so that it is not done before
     cluster("kill", "npu01")
     wait_for("the job to be queued again", lambda: (seen[-1], "PENDING") in [job[:2] for job in run.jobs("train")])
     cluster("revive", "npu01")
-    assert wait_for("training after the node was cut off", run.training) == seen[-1]
+    assert wait_for("training after the node was cut off", lambda: run.training_again(ended)) == seen[-1]
+
+    # Preempted: Slurm ends it without asking, and queues it again under its number.
+    ended = run.trainer()
+    os.kill(ended, signal.SIGSTOP)  # so that it is not done before
+    slurm("scontrol", "requeue", seen[-1])
+    wait_for("the preempted job to be queued", lambda: (seen[-1], "PENDING") in [job[:2] for job in run.jobs("train")])
+    assert wait_for("training after the preemption", lambda: run.training_again(ended)) == seen[-1]
 
     # Its time is nearly up: Slurm says so by SIGURG, training writes a resume point, and the retry goes on from there.
     os.kill(run.trainer(), signal.SIGSTOP)  # so that it is not done before; Slurm wakes it before it sends its signal

@@ -62,7 +62,9 @@ STUDY_FILES = list(workflow.overwrite_configfiles) or [Path("config/config.yaml"
 STUDY_FILE = ", ".join(str(shown_path(path)) for path in STUDY_FILES)
 
 try:
-    PLAN = open_study(STUDY_FILES, workflow.config_settings.config, look_outside=workflow.is_main_process)
+    # The main process has refused code that is not trusted, before any job starts.
+    IS_MAIN = workflow.is_main_process
+    PLAN = open_study(STUDY_FILES, workflow.config_settings.config, look_outside=IS_MAIN, trust_code=not IS_MAIN)
 except AqnpipeError as error:
     refuse(error)
 

@@ -10,7 +10,7 @@ import pandera.polars as pa
 from aqnpipe.artifacts.files import Table
 from aqnpipe.config.base import evaluations_folder
 
-_RUN_AND_STEP = re.compile(r"seed(\d+)/step(\d+)\.parquet")
+_RUN_AND_STEP = re.compile(r"seed([0-9]{1,18})/step([0-9]{1,18})\.parquet")
 
 
 @dataclass(frozen=True)

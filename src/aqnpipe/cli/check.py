@@ -18,6 +18,7 @@ from aqnpipe.cli.cost_estimate import (
 )
 from aqnpipe.cli.job_devices import device_problem, shards_problem
 from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory, training_memory
+from aqnpipe.cli.options import TrustCode
 from aqnpipe.cli.study import open_study
 from aqnpipe.config.analysis import AdaptiveSeeds
 from aqnpipe.config.base import FrozenModel
@@ -57,7 +58,7 @@ def check(
         typer.Option(min=0.001, help="peak rate of one device in TFLOP/s; default: that of an A100 or a CPU core"),
     ] = None,
     training_utilization: Annotated[
-        float | None, typer.Option(min=0.001, max=1, help="share of the peak rate reached in training passes")
+        float | None, typer.Option(min=0.001, max=1, help="share of the peak rate reached in training")
     ] = None,
     generation_utilization: Annotated[
         float | None, typer.Option(min=0.001, max=1, help="share of the peak rate reached in generation")
@@ -72,10 +73,11 @@ def check(
     memory: Annotated[
         float | None, typer.Option(min=0.1, help="memory of one device in GB; default: 80 for cuda, 64 for npu")
     ] = None,
+    trust_code: TrustCode = False,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Validate a study file and its arms, list its jobs and estimate the cost. If it does not fit, exit with 2."""
-    plan = open_study([study])
+    plan = open_study([study], trust_code=trust_code)
     given = Assumptions(
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,

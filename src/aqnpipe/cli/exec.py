@@ -51,8 +51,8 @@ def execute(
     """Run a program on a noisy or faulty machine: every matrix product has the error, in all processes it starts.
 
     The program needs no change: torch loads the machine by itself, with this package in the program's environment.
-    Compiled code would not pass the replaced kernels, so Dynamo is switched off. Ends with one line of what was
-    measured. Exit code: the program's own; 2 if it is 0 and products escaped the error or nothing was proven.
+    Compiled code would bypass the replaced kernels, so Dynamo is switched off. The last line says what was measured.
+    Exit code: that of the program; 2 if it is 0 and products had no error or nothing was proven.
     """
     from aqnpipe.noise.program import ProgramMachine, read_receipts
 

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import ValidationError
 
-from aqnpipe.cli.options import check_writable, console_of, number_ranges, table_of
+from aqnpipe.cli.options import TrustCode, check_writable, console_of, number_ranges, table_of
 from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import describe_validation_error, replaced
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
 from aqnpipe.config.noise import FakeQuantization, OperatorNoise
+from aqnpipe.config.own_code import refuse_foreign_code
 from aqnpipe.config.study import read_arms
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.errors import ConfigError, ReceiptError
@@ -30,6 +31,7 @@ def measure_noise(
     arms: Annotated[Path, typer.Option(help="arms file")] = Path("config/arms.yaml"),
     dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
     attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
+    trust_code: TrustCode = False,
     json: Annotated[Path | None, typer.Option(help="write the whole receipt to this file")] = None,
 ) -> None:
     """Apply the noise of an arm to a model for one training step and show the measurements.
@@ -45,6 +47,8 @@ def measure_noise(
     if arm not in known:
         raise ConfigError(f"--arm: {unknown('arm', arm, sorted(known), f'{arms} defines')}")
     requested = _without_machine(arm, known[arm])
+    if not trust_code:
+        refuse_foreign_code(requested, [arms])
     refuse_unusable_errors(f"{arms}: arms.{arm}", requested)
     if json is not None:
         check_writable("--json", json)

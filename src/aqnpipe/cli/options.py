@@ -4,7 +4,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -16,6 +16,7 @@ from rich.table import Table
 from aqnpipe.config.base import FrozenModel, describe_validation_error
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, PromptFormat
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
+from aqnpipe.config.own_code import refuse_foreign_code
 from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.device import DeviceKind, resolve_device, torch_device
 from aqnpipe.errors import ConfigError, DeviceError, ModelError, StorageError, first_line
@@ -23,6 +24,10 @@ from aqnpipe.errors import ConfigError, DeviceError, ModelError, StorageError, f
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+TrustCode = Annotated[
+    bool, typer.Option("--trust-code", help="run code, named by these files, from outside of the working directory")
+]
 
 _DEVICE = re.compile(r"(cuda|npu)(?::(\d+))?")
 
@@ -183,14 +188,17 @@ NAMES = (
 )
 
 
-def dataset_of(data: str, num_test: int | None) -> Any:
+def dataset_of(data: str, num_test: int | None, *, trust_code: bool) -> Any:
     """Return the data set (`DatasetConfig`) that `--data` names, with its first `num_test` test questions or all.
 
-    Raises ConfigError if it is neither a known name nor of the form of a folder or hub id.
+    Raises ConfigError if it is neither a known name nor of the form of a folder or hub id, or if its file has tasks
+    from outside of the working directory that are not trusted.
     """
     settings: dict[str, Any]
     if Path(data).suffix in (".yaml", ".yml"):
         described: Any = load_yaml(Path(data), DatasetFile).dataset
+        if not trust_code:
+            refuse_foreign_code(described, [Path(data)])
         return described if num_test is None else described.model_copy(update={"num_test": num_test})
     if data in GENERATED:
         settings = {"source": "generated", "task": data}

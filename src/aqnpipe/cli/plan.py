@@ -11,6 +11,7 @@ import typer
 from pydantic import Field
 
 from aqnpipe.cli.cost_estimate import Assumptions, estimate_study
+from aqnpipe.cli.options import TrustCode
 from aqnpipe.cli.study import open_study
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, LocalDataset
@@ -75,10 +76,11 @@ def plan(
         float, typer.Option(min=0.1, max=50, help="wanted difference in points, for the cheapest split")
     ] = 2.0,
     prompt_tokens: Annotated[float | None, typer.Option(min=1, help="mean length of a prompt in tokens")] = None,
+    trust_code: TrustCode = False,
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Say which differences between arms a study can find, what it costs, and the cheapest split for a wanted one."""
-    opened = open_study([study])
+    opened = open_study([study], trust_code=trust_code)
     if not opened.study.has_training:
         raise ConfigError(f"{study}: found checkpoints, expected training: plan is about the seeds of trained arms")
     found = prognosis(opened, results, points / 100, Assumptions(prompt_tokens=prompt_tokens))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from aqnpipe.cli.options import given_options
+from aqnpipe.cli.options import TrustCode, given_options
 from aqnpipe.cli.study import open_study
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError, DataError, ModelError, printable
@@ -20,12 +20,15 @@ PARTIAL = "partial"
 """Folder in the results for reports on what exists; in place of the final report they would stop the study."""
 
 
-def report(study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")]) -> None:
+def report(
+    study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")],
+    trust_code: TrustCode = False,
+) -> None:
     """Compare and report on the existing results of a study, for example while it runs or after a failed job.
 
     Writes a separate folder in the results, which the study ignores.
     """
-    for line in report_on_existing_results(open_study([study], look_outside=False)):
+    for line in report_on_existing_results(open_study([study], look_outside=False, trust_code=trust_code)):
         typer.echo(line)
 
 
@@ -112,7 +115,7 @@ def export(
         if inspect and option in given_options(context):
             raise ConfigError(f"--{option}: found with --inspect, which writes no {option}; leave one out")
     wanted = _formats("--figures", figures, get_args(FigureFormat)), _formats("--tables", tables, get_args(TableFormat))
-    plan = open_study([study], look_outside=False)
+    plan = open_study([study], look_outside=False, trust_code=True)  # runs none of it
     folder = output or Path(plan.results) / (INSPECT if inspect else PAPER)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output {folder}: found a file, expected a folder")

@@ -12,6 +12,7 @@ from aqnpipe.cli.options import (
     GENERATED,
     NAMES,
     ModelSource,
+    TrustCode,
     check_writable,
     console_of,
     dataset_of,
@@ -50,6 +51,7 @@ def sensitivity(
     device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1, npu, ...")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
     attention: Annotated[Attention, typer.Option(help="attention kernel")] = "eager",
+    trust_code: TrustCode = False,
     json: Annotated[Path | None, typer.Option(help="write the result to this file")] = None,
     figure: Annotated[Path | None, typer.Option(help="write a picture over depth to this .svg or .png file")] = None,
     threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")] = 1,
@@ -57,7 +59,7 @@ def sensitivity(
     """Measure which layers of a model are fragile: loss and accuracy with noise in one layer at a time.
 
     Also shows the first-order estimate of the same from one backward pass, which the diagnosis of a study uses, and how
-    well it ranks the layers. The noise of every pass is proven by its receipt.
+    well it ranks the layers. Receipts prove the noise of every measurement.
     """
     import torch
 
@@ -75,7 +77,7 @@ def sensitivity(
     source = find_model(model, dtype, attention, random_weights=False)
     _refuse_without_tokenizer(source)
     tokenizer = load_tokenizer(source.folder)
-    scored = _texts(data, texts, tokenizer)
+    scored = _texts(data, texts, tokenizer, trust_code=trust_code)
     torch.set_num_threads(threads)
     started, progress = time.monotonic(), console_of(stderr=True)
     with progress.status("loading") as status:
@@ -126,7 +128,7 @@ def _refuse_without_tokenizer(source: ModelSource) -> None:
         )
 
 
-def _texts(data: str, number: int, tokenizer: Any) -> "list[ScoredText | str]":
+def _texts(data: str, number: int, tokenizer: Any, *, trust_code: bool) -> "list[ScoredText | str]":
     """Return at most `number` texts: test questions with gold solutions, or the lines of a text file."""
     from aqnpipe.data.loader import load_problems
     from aqnpipe.diagnosis.sensitivity.scored_texts import texts_of_problems
@@ -135,7 +137,7 @@ def _texts(data: str, number: int, tokenizer: Any) -> "list[ScoredText | str]":
     if path.suffix == ".txt":
         return list(_lines(path)[:number])
     # A generated data set has as many questions as are asked for, a stored one may have fewer.
-    dataset = dataset_of(data, number if data in GENERATED else None)
+    dataset = dataset_of(data, number if data in GENERATED else None, trust_code=trust_code)
     return list(texts_of_problems(load_problems(dataset, "test").head(number), PromptFormat(), tokenizer))
 
 

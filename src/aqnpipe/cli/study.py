@@ -20,12 +20,13 @@ from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
 from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
 from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, source_kind
 from aqnpipe.config.noise import ModuleNoise
+from aqnpipe.config.own_code import refuse_foreign_code
 from aqnpipe.config.own_noise import OwnError, OwnSchedule
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.published import PublishedFile
 from aqnpipe.config.study import Study, load_study_files, shown_path
 from aqnpipe.config.training import LoraConfig
-from aqnpipe.config.yaml_file import load_yaml
+from aqnpipe.config.yaml_file import load_yaml, typed_scalars
 from aqnpipe.errors import ConfigError, DataError, ModelError
 
 _REPLACED = ("README.md", "report.html", "summary.md")
@@ -34,20 +35,33 @@ _REPLACED = ("README.md", "report.html", "summary.md")
 _OF_STUDIES = ("eval", "jobs", "runs", "srdd")
 """Folders that results with a report have, also those without records."""
 
+TRUST_CODE = "trust_code"
+"""Key of Snakemake's `--config` that allows code from outside of the working directory; a study cannot have it."""
+
 _LONGEST_NAME = 255
 """Bytes of a file name on Linux."""
 
 
 def open_study(
-    paths: Sequence[Path], overrides: Mapping[str, Any] = MappingProxyType({}), *, look_outside: bool = True
+    paths: Sequence[Path],
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    look_outside: bool = True,
+    trust_code: bool = False,
 ) -> StudyPlan:
     """Return the plan of the study in `paths`, of which later files extend earlier ones, and `overrides` all of them.
 
-    look_outside: also check data sets, chat templates and published figures. Raises AqnpipeError with one line.
+    look_outside: also check data sets, chat templates and published figures. trust_code, also as a key of `overrides`:
+    allow code from outside of the working directory. Raises AqnpipeError with one line.
     """
-    shown = [shown_path(path) for path in paths]
+    shown, overrides = [shown_path(path) for path in paths], dict(overrides)
+    if not isinstance(trusted := typed_scalars(overrides.pop(TRUST_CODE, trust_code)), bool):
+        raise ConfigError(f"--config: {TRUST_CODE}: found {trusted!r}, expected true or false")
     study = load_study_files(shown, overrides)
     source = ", ".join(map(str, shown))
+    if not trusted:
+        with _about(source):
+            refuse_foreign_code(study, [*shown, Path(study.config.arms_file)])
     for check in _CHECKS if look_outside else ():
         check(study, source)
     return StudyPlan(study)

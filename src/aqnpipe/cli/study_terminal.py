@@ -19,6 +19,8 @@ from snakemake.settings.enums import Quietness
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
+from aqnpipe.errors import STOPPED
+
 SHORT_RULES = frozenset(
     {
         "all",
@@ -78,6 +80,7 @@ _MOST_STARTS = 8
 _MOST_FAILURES = 10
 _SHORT_SECONDS = 5.0
 _NO_ERROR = "ended without an error in its log, as by SIGKILL (memory may be the cause); the same command continues"
+_BY_SIGTERM = ("died with <Signals.SIGTERM", "exit status 143")
 
 
 @dataclass(frozen=True)
@@ -174,14 +177,14 @@ def error_in_log(path: Path, otherwise: str = "") -> list[str]:
             line.rstrip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
         ]
     except OSError as problem:
-        return [otherwise or f"its log cannot be read ({problem.strerror})"]
+        return (otherwise or f"its log cannot be read ({problem.strerror})").splitlines()
     for number in range(len(lines) - 1, -1, -1):
         if lines[number].startswith("ERROR: "):
             following = lines[number + 1 : number + 2]
             return [lines[number].removeprefix("ERROR: "), *(line for line in following if line.startswith("next: "))]
     if any(line.startswith("Traceback (most recent call last)") for line in lines):
         return [lines[-1]]
-    return [otherwise or _NO_ERROR]
+    return (otherwise or _NO_ERROR).splitlines()
 
 
 class StudyLines:
@@ -192,6 +195,7 @@ class StudyLines:
         self._progress = Progress()
         self._finished: list[tuple[Started, float]] = []
         self._failed: dict[int, Failed] = {}
+        self._reason = ""
         self._all_start = False
 
     def lines(self, record: logging.LogRecord) -> Iterator[str]:
@@ -213,6 +217,8 @@ class StudyLines:
             case LogEvent.JOB_ERROR:
                 yield from self._fail(found)
             case _:
+                if any(words in record.getMessage() for words in _BY_SIGTERM):
+                    self._reason = STOPPED  # of the job whose failure follows, perhaps before it had a log
                 if event not in _UNSHOWN_EVENTS and not _is_noise(record):
                     yield record.getMessage().rstrip()
 
@@ -241,7 +247,10 @@ class StudyLines:
         started = self._progress.running.pop(found["jobid"], None)
         text = found["rule_name"] if started is None else started.text
         # In these records `rule_msg` is not the message of the rule but that of the executor.
-        self._failed[found["jobid"]] = Failed(text, tuple(found["log"]), (found["rule_msg"] or "").strip())
+        self._failed[found["jobid"]] = Failed(
+            text, tuple(found["log"]), (found["rule_msg"] or "").strip() or self._reason
+        )
+        self._reason = ""
         yield f"failed: {text}; the error follows at the end"
 
     def closing(self) -> Iterator[str]:
@@ -254,7 +263,7 @@ class StudyLines:
         for (error, *advice), jobs in list(errors.items())[:_MOST_FAILURES]:
             yield f"ERROR: {error}"
             yield f"failed: {jobs[0].text}" + (f", and {len(jobs) - 1} more" if len(jobs) > 1 else "")
-            if jobs[0].reason not in ("", error):
+            if jobs[0].reason.partition("\n")[0] not in ("", error):
                 yield jobs[0].reason
             yield from advice
             if jobs[0].logs:

@@ -33,7 +33,7 @@ def view(
     scorer: Annotated[
         str | None,
         typer.Option(
-            help="scorer that decides which responses are right; own: the study's function; default: the study's"
+            help="scorer that decides which responses are right; `own`: the study's function; default: the study's"
         ),
     ] = None,
     language: Annotated[Literal["en", "zh"], typer.Option(help="language of the pages")] = "en",

@@ -26,6 +26,7 @@ _COUNT = re.compile(r"(num|n)_(\w+_)?(layers|labels|experts|heads|groups)")
 _LARGEST_THETA = 1e30
 _MOST_LAYERS = 10_000
 _MOST_PARTS = 1_000_000
+_MOST_ENTRIES = 50_000
 _LARGEST_SIZE = 2**31 - 1
 _MOST_BYTES = 256 * 2**20
 """Most bytes of a text file of a model; the tokenizers of the largest vocabularies have 35 MB."""
@@ -208,6 +209,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         refuse_odd_file(path)
         content = json.loads(path.read_text(encoding="utf-8"))
+        _refuse_many_entries(path, "", content)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -215,6 +217,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path}: found {type(content).__name__}, expected a JSON object")
     return content
+
+
+def _refuse_many_entries(path: Path, key: str, value: Any) -> None:
+    """Raise ModelError for entries with which transformers would compute for minutes: factors of positions, tokens."""
+    if isinstance(value, list | Mapping) and len(value) > _MOST_ENTRIES and key != "weight_map":
+        raise ModelError(f"{path}: {key} has {len(value):,} entries, expected at most {_MOST_ENTRIES:,}")
+    for inside in value if isinstance(value, list) else ():
+        _refuse_many_entries(path, key, inside)
+    for name, inside in value.items() if isinstance(value, Mapping) else ():
+        _refuse_many_entries(path, name, inside)
 
 
 def known_config(source: str) -> Mapping[str, Any] | None:

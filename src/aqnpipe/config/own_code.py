@@ -13,7 +13,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,16 +21,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from aqnpipe.config.validation_messages import FUNCTION_PATTERN
 from aqnpipe.errors import ConfigError, first_line
 
-TRUSTED_CODE = "AQNPIPE_TRUSTED_CODE"
-"""Environment variable with folders outside of the working directory whose code studies may run, separated by `:`."""
-
 OwnFunction = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
 """A function as `package.module:function`, behind the folder of its module if that is no usual place."""
+
+_NAMES_CODE = ("function", "primary_scorer", "include_path")
+"""Keys of settings that name code: functions, and folders of tasks of lm-evaluation-harness, which may have some."""
+
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
 
 _SHOWN = 60
 
@@ -55,35 +57,49 @@ def located(function: str, study_folder: Path) -> str:
     """Return a function that a study in `study_folder` names, with the folder of its module if that is no usual place.
 
     A folder in the name is relative to the study. A module that is nowhere, and text that names no function, stay as
-    they are and are refused later. ConfigError if a usual place and the folder of the study have different modules, or
-    for code outside of the working directory that is not trusted.
+    they are and are refused later. ConfigError if a usual place and the folder of the study have different modules.
     """
     if not re.match(FUNCTION_PATTERN, function):
         return function
     beside = os.path.normpath(study_folder / function)
     if _folder_of(function):
-        return _trusted(beside)
+        return beside
     if not _folder_of(beside) or _source_if_any(beside) is None:
         return function
     if _source_if_any(function) is None:
-        return _trusted(beside)
+        return beside
     _refuse_another(function, beside)
     return function
 
 
-def _trusted(function: str) -> str:
-    """Return a function; ConfigError if its folder is neither in the working directory nor a trusted one.
+def refuse_foreign_code(settings: BaseModel, files: Iterable[Path]) -> None:
+    """Raise ConfigError if settings read from `files` name code, and it or a file is not in the working directory.
 
-    A study that somebody sends brings such code with it, so the study cannot say that it is trusted.
+    Installed packages are not in it either: they have functions that execute what they get, such as a response of the
+    model. A file cannot say that it is trusted.
     """
-    folder = Path(_folder_of(function)).resolve()
-    named = [Path(place) for place in os.environ.get(TRUSTED_CODE, "").split(":") if place]
-    if any(folder.is_relative_to(place.resolve()) for place in (Path.cwd(), *named)):
-        return function
-    raise ConfigError(
-        f"{function}: its code is outside of the working directory and would run with your rights, expected "
-        f"{TRUSTED_CODE}={folder} in the environment, if you trust it"
-    )
+    here = Path.cwd().resolve()
+    for name, source in _code_in(settings.model_dump()):
+        for place in (source, *files):
+            resolved = place.resolve()
+            if not resolved.is_relative_to(here) or _INSTALLED & {*resolved.parts}:
+                raise ConfigError(
+                    f"{name}: its code would run with your rights, and {place} is not of the working directory; "
+                    "expected --trust-code (in a workflow: --config trust_code=true) if you trust it"
+                )
+
+
+def _code_in(part: Any) -> Iterator[tuple[str, Path]]:
+    """Yield the functions and folders with code that settings name, and where they are; none for what is nowhere."""
+    for key, value in part.items() if isinstance(part, Mapping) else ():
+        if key in _NAMES_CODE and isinstance(value, str):
+            source = _source_if_any(value) if ":" in value else Path(value) if key == "include_path" else None
+            if source is not None:
+                yield value, source
+        elif key != "settings":
+            yield from _code_in(value)
+    for value in part if isinstance(part, tuple | list) else ():
+        yield from _code_in(value)
 
 
 def source_of(function: str) -> Path:

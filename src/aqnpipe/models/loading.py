@@ -47,6 +47,7 @@ _TEXTS = frozenset({".json", ".jinja", ".txt"})
 _FREE_TEXT = (TEMPLATE_FILE, "merges.txt")
 """Files that are copied whatever they contain."""
 # Tokenizer classes that use tokenizer.json unchanged.
+_TRIED_TEXT = "Anna has 12 red apples and buys 3 more.\n"
 _VERBATIM_TOKENIZERS = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
 
 
@@ -409,6 +410,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         tokenizer = loader.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, padding_side="left"
         )
+        tokenizer.decode(tokenizer(_TRIED_TEXT)["input_ids"])  # some settings are read only here
     except BaseException as error:
         # The tokenizers library raises plain Exception for malformed files, and panics of Rust, which are none.
         is_of_the_file = type(error) is Exception or type(error).__name__ == "PanicException"

@@ -21,7 +21,7 @@ import psutil
 from safetensors import SafetensorError
 
 from aqnpipe.device import RequestedDevice, resolve_device
-from aqnpipe.errors import AqnpipeError, DataError, ModelError, StorageError
+from aqnpipe.errors import STOPPED, AqnpipeError, DataError, ModelError, StorageError
 from aqnpipe.runtime.device_allocation import allocated_devices, place_of_job
 
 Say = Callable[[str], None]
@@ -82,9 +82,10 @@ def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
 
 def _end_with_a_line(number: int, frame: FrameType | None) -> None:
     """End the job as SIGTERM does, but with the reason in its log."""
-    line = b"ERROR: stopped by SIGTERM before it was done\nnext: run the same command, which continues\n"
     with suppress(OSError):
-        os.write(sys.stdout.fileno(), line)  # not by `print`, which the signal may have interrupted
+        os.write(
+            sys.stdout.fileno(), f"ERROR: {STOPPED}\n".encode()
+        )  # not by `print`, which the signal may have interrupted
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from random_models import random_mixture_of, random_model_of
+from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table
@@ -12,7 +13,6 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
-from aqnpipe.models.tokenizer import build_tokenizer
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 FEW = {"num_questions": 9, "noise_seeds": (0,)}

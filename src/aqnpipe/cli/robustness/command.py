@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from aqnpipe.cli.options import NAMES, dataset_of, refuse_level
+from aqnpipe.cli.options import NAMES, TrustCode, dataset_of, refuse_level
 from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import MOST_THREADS, describe_validation_error
@@ -20,6 +20,7 @@ from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile, settings_of
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
 from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
 from aqnpipe.config.noise import OperatorSet
+from aqnpipe.config.own_code import refuse_foreign_code
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.config.validation_messages import unknown
 from aqnpipe.config.yaml_file import load_yaml
@@ -70,16 +71,17 @@ def robustness(
     output: Annotated[Path, typer.Option(help="folder of the results; finished results are reused")] = Path(
         "robustness"
     ),
+    trust_code: TrustCode = False,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Evaluate checkpoints at several noise levels and compare them, paired over questions.
 
-    Every pass has a receipt: its noise was measured, or the command fails.
+    Every evaluation has a receipt: its noise was measured, or the command fails.
     """
     sources = named_sources(checkpoints)
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output}: found a file, expected a folder or a new name")
-    dataset = dataset_of(data, questions)
+    dataset = dataset_of(data, questions, trust_code=trust_code)
     refuse_unknown_scorer(scorer)
     problem = scorer_problem(scorer, dataset.answer_format)
     if problem is not None:
@@ -95,7 +97,7 @@ def robustness(
         EvaluationConfig,
         {
             "noise_levels": relative,
-            "noises": _noises(noise or [], noises),
+            "noises": _noises(noise or [], noises, trust_code=trust_code),
             "noise_seeds": numbers(noise_seeds, "--noise-seeds", int),
             "operators": operators,
             "max_response_tokens": max_tokens,
@@ -174,7 +176,7 @@ def numbers(text: str, option: str, kind: type[float] | type[int]) -> list[Any]:
     return found
 
 
-def _noises(presets: Sequence[str], path: Path | None) -> dict[str, Any]:
+def _noises(presets: Sequence[str], path: Path | None, *, trust_code: bool) -> dict[str, Any]:
     """Return the further noises by name: presets, and those of a file."""
     for name in presets:
         if name not in PRESETS:
@@ -182,7 +184,10 @@ def _noises(presets: Sequence[str], path: Path | None) -> dict[str, Any]:
     named: dict[str, Any] = {name: name for name in PRESETS if name in presets}
     if path is None:
         return named
-    found = load_yaml(path, NoisesFile).root
+    file = load_yaml(path, NoisesFile)
+    if not trust_code:
+        refuse_foreign_code(file, [path])
+    found = file.root
     repeated = sorted({*named} & {*found})
     if repeated:
         raise ConfigError(f"--noises {path}: {repeated[0]} is also given as --noise, expected other names")

@@ -15,12 +15,11 @@ does what is computed from such parameters alone. Out of reach are products outs
 buffer or another tensor that is no parameter: rotary embeddings and masks are of this kind.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 _NO_PRODUCTS = frozenset(
@@ -254,18 +253,6 @@ def _is_a_bias(name: str, inputs: Sequence[Tensor], output: Any, parameters: Mat
         return True
     others = [value.numel() for value in inputs if value not in parameters]
     return output.numel() <= max(others, default=output.numel())
-
-
-def running_module(root: nn.Module, name: str) -> str:
-    """Return the qualified name of the innermost module within `root` (qualified name `name`) whose code is running."""
-    names = {module: f"{name}.{path}".strip(".") for path, module in root.named_modules()}
-    frame = sys._getframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and owner in names:
-            return names[owner]
-        frame = frame.f_back  # type: ignore[assignment]
-    return name
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -11,8 +11,8 @@ from aqnpipe.data import stories
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD_TOKEN = "<|pad|>"  # noqa: S105
-EOS_TOKEN = "<|endoftext|>"  # noqa: S105
+PAD_TOKEN = "<|pad|>"
+EOS_TOKEN = "<|endoftext|>"
 # Qwen2's own split (a word with the space before it, one digit, punctuation, white space). Transformers rebuilds the
 # tokenizer of any qwen2 model from this split and the merges alone, so AutoTokenizer and vLLM give the same tokens.
 _SPLIT = (
