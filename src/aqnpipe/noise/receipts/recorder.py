@@ -135,6 +135,13 @@ class ReceiptRecorder:
         if row.phase != "evaluation":
             self._passes.setdefault(row.place, PassRow(*row.place)).add(row)
 
+    def count_replays(self, phase: Phase, step: int, number: int) -> None:
+        """Note passes of the model that were replayed from CUDA graphs."""
+        if number:
+            self._phase(phase).forwards += number
+            self._phase(phase).graph_replays += number
+            self.note_passes(PassRow(phase, step, passes=number))
+
     def count_backward(self, step: int) -> None:
         """Note a backward pass, and in how many parts of the model gradients had an error."""
         self.count_forward("backward")

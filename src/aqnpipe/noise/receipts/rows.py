@@ -307,9 +307,11 @@ class PhaseRecord:
     difference is `largest_deviation` (1 is what rounding explains). `contradictions` counts what it found otherwise
     than requested, `audited_passes` the observed passes of layers by kind of forward, `audited_whole` has the kinds of
     which a whole forward was observed, and `classified` is 0 since vLLM's engines have the same audit. `reference`:
-    results compared with those of exact products in float64. `escaped`: calls with a matrix product inside that the
-    noise does not reach. `flops`: operations of one forward pass, computed from the shapes, summed over workers or over
-    the batches of an evaluation, and `noised_flops` those whose result has operator noise; None: not counted.
+    results compared with those of exact products in float64. `graph_replays`: passes that were replayed from CUDA
+    graphs, without noise, faults and audit; `forwards` counts them too. `escaped`: calls with a matrix product inside
+    that the noise does not reach. `flops`: operations of one forward pass, computed from the shapes, summed over
+    workers or over the batches of an evaluation, and `noised_flops` those whose result has operator noise; None: not
+    counted.
     `gradients`: the parts of the model (layers, then the output projection) whose inputs needed a gradient; None
     without a backward pass. `modules`: those with module noise. `norms_checked`: how often the phase compared its norm
     weights with the clean ones before it computed; `norms_noised`: how often they were others.
@@ -319,6 +321,7 @@ class PhaseRecord:
 
     phase: Phase
     forwards: int = 0
+    graph_replays: Annotated[int, Field(exclude_if=lambda number: not number)] = 0
     noised_calls: int = 0
     audited_passes: dict[str, int] = field(default_factory=dict)
     audited_whole: _Sorted[str] = field(default_factory=set)
