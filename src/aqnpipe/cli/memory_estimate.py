@@ -105,10 +105,7 @@ def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_to
 
 
 def _sent_weight(shape: ModelShape, computed: int, shares: int) -> float:
-    """Return the bytes of the largest weight as an engine gets it: in the computed format, and copied into a buffer.
-
-    Of shares it is gathered into a buffer of its own, and copied from that.
-    """
+    """Return the bytes of the largest weight on its way to an engine, in its format; shares are also gathered."""
     return shape.head_matmul_parameters * computed * (4 if shares > 1 else 2)
 
 

@@ -16,8 +16,7 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.models.layout import rms_norms, weight_of
 
-BUFFER_BYTES = 1 << 28
-"""Weights of this size are sent together; a larger one alone."""
+BUFFER_BYTES = 1 << 28  # Weights of this size are sent together; a larger one alone.
 
 _CHUNK = 1 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
