@@ -10,7 +10,6 @@ A graph reads the memory in which the weights were when it was captured, so weig
 Never run on a GPU: tested with vLLM's own dispatcher and wrapper on a CPU, and stand-ins for the graphs.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -49,8 +48,8 @@ class WorkerGraphs:
         self._dispatcher = runner.cudagraph_dispatcher
         self._modes = {True: self._dispatcher.cudagraph_mode, False: type(self._dispatcher.cudagraph_mode).NONE}
         self._addresses = _addresses(runner.get_model())
-        entries: Mapping[Any, Any] = getattr(runner.model, "concrete_cudagraph_entries", {})
-        captured = [entry for entry in entries.values() if entry.cudagraph is not None]
+        entries = getattr(runner.model, "concrete_cudagraph_entries", {}).values()
+        captured = [entry for entry in entries if entry.cudagraph is not None]
         for entry in captured:
             entry.cudagraph = _Counted(entry.cudagraph, self)
         self.number = len(captured)
