@@ -77,10 +77,6 @@ class WorkerError(AqnpipeError):
     advice = "look at the named logs; the same command continues from the last resume point"
 
 
-class LostPeerError(WorkerError):
-    """Another worker of the run ended; its error is the cause, and this one follows from it."""
-
-
 class RunLockedError(AqnpipeError):
     """Another process works on the same run."""
 

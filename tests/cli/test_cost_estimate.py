@@ -96,6 +96,17 @@ def test_totals_and_disk_by_hand(config):
     assert extra == pytest.approx((2 + 5) * 0.01)
 
 
+def test_resume_points_are_named_with_how_often_they_are_written_and_how_long_they_take(config):
+    def named():
+        return [part for part in estimate_study(plan_of(config), GIVEN).not_counted if part.startswith("resume")]
+
+    assert named() == ["resume points (at most 3% of a run's time; 1.2e-06 s each at 1 GB/s per worker)"]
+    config["training"]["resume_every"] = 2
+    assert named() == ["resume points (every 2 steps; 1.2e-06 s each at 1 GB/s per worker)"]
+    config["training"]["lora"] = {"rank": 4, "alpha": 8}
+    assert named() == []
+
+
 def test_settings_that_cost_or_save_passes(config):
     plain = costs(config)["backward"].flops
     config["training"]["gradient_checkpointing"] = True
@@ -227,6 +238,8 @@ def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates(comman
     assert estimate["rates"]["tflops"] == 624
     assert estimate["rates"]["training_utilization"] == 0.5
     assert "responses of 128 tokens" in estimate["assumed"]
+    # By hand: 12 bytes of each of 7.6 billion weights, written by 8 workers at 1 GB/s.
+    assert "resume points (at most 3% of a run's time; 11 s each at 1 GB/s per worker)" in estimate["not_counted"]
     # Its rollouts are by vLLM; those of the smoke study are not.
     assert "weight syncs" in estimate["not_counted"]
     assert "weight syncs" not in command_line("check", "config/smoke.yaml").stdout

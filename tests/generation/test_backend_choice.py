@@ -70,6 +70,31 @@ def test_an_engine_has_the_devices_of_evaluations_and_in_training_one(monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("asked", "device", "has"), [(True, "cuda", True), (False, "cuda", False), (True, "cpu", False)]
+)
+def test_evaluations_have_graphs_where_they_are_asked_for_and_the_device_has_them(monkeypatch, asked, device, has):
+    started = {}
+
+    def start(*_, **settings):
+        started.update(settings)
+        return SimpleNamespace(when_closed=lambda _: None)
+
+    monkeypatch.setattr(choice, "VllmEngine", start)
+    choice.open_generator(
+        GenerationConfig(backend="vllm", cuda_graphs=asked),
+        builtin_folder("tiny"),
+        SimpleNamespace(eos_token_id=1),
+        dtype="float32",
+        attention="sdpa",
+        device=Device(device, 1, ("a device",)),
+        max_tokens=64,
+        batch_size=4,
+        threads=1,
+    )
+    assert started["cuda_graphs"] is has
+
+
+@pytest.mark.parametrize(
     ("number", "error", "says"),
     [
         (0, ModelError, "tensor parallelism: found 0, expected 1 or more"),

@@ -1,7 +1,5 @@
 """The exchange between a run and vLLM in rollouts, with a stand-in for vLLM: order, weights, measurements."""
 
-import os
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +7,13 @@ import torch
 from torch import nn
 
 from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec
-from aqnpipe.errors import ModelError, ReceiptError
+from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.rollout_engines import Rollout, VllmRolloutEngine
 from aqnpipe.generation.vllm import weights as weight_sync
-from aqnpipe.generation.vllm.sealed_memory import SealedMemory, read_sealed
-from aqnpipe.generation.vllm.weights import for_engine, load_sent_weights, shared_weights
+from aqnpipe.generation.vllm.engine import VllmEngine
+from aqnpipe.generation.vllm.weight_buffer import opened
+from aqnpipe.generation.vllm.weights import Digests, load_sent
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256
@@ -54,8 +53,8 @@ class FakeEngine:
     def __init__(self, norms=None, fault_states=()):
         self.calls, self.norms, self.fault_states = [], norms, fault_states
 
-    def load_weights(self, sealed):
-        self.loaded = read_sealed(sealed)
+    def load_weights(self, weights):
+        self.loaded = dict(weights)
         self.calls.append("load")
 
     def begin_rollout(self, noise):
@@ -128,127 +127,124 @@ def test_weights_are_sent_once_in_the_format_of_the_engine_and_norms_in_their_ow
         assert torch.equal(sent, expected)
 
 
-class Stubborn(nn.Module):
-    """A model that does not load one of its weights."""
+def test_an_engine_with_graphs_gets_norms_in_its_own_format(model):
+    """Its graphs read the memory that norms had at the start, so they cannot change their format."""
+    with torch.no_grad():
+        model.model.norm.weight.add_(2**-20)
+    engine, spec = FakeEngine(), NoiseSpec()
+    graphs = VllmRolloutEngine(engine, weights=MergedForEngine(torch.bfloat16), dtype=torch.bfloat16, cuda_graphs=True)
+    graphs.roll_out(model, recorder(spec), rollout(spec))
+    assert {tensor.dtype for tensor in engine.loaded.values()} == {torch.bfloat16}
+    assert engine.noise.clean_norms == norms_sha256(model.bfloat16()) == norms_sha256(model, torch.bfloat16)
 
-    def __init__(self):
+
+class Stubborn(nn.Module):
+    """A model that does not load the weights named `ignored`, and computes in the memory that it was given."""
+
+    def __init__(self, ignored=None):
         super().__init__()
-        self.norm = nn.RMSNorm(2)
+        self.norm = nn.RMSNorm(2, dtype=torch.bfloat16)
         self.head = nn.Linear(2, 2, bias=False)
+        self.ignored = ignored
 
     def load_weights(self, weights):
         for name, tensor in weights:
-            if name != "head.weight":
+            if name != self.ignored:
                 self.get_parameter(name).data.copy_(tensor)
-            # A loader may compute in the memory that it was given; the comparison must not notice.
             tensor.fill_(7.0)
 
 
-def test_a_weight_that_the_model_did_not_load_is_refused():
-    model = Stubborn()
-    engine = SimpleNamespace(model=model, weights=lambda: dict(model.named_parameters()))
-    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    with SealedMemory() as memory, SealedMemory() as other:
-        for name, weight in weights.items():
-            memory.add(name, weight)
-            other.add(name, weight + 1 if name == "head.weight" else weight)
-        load_sent_weights(engine, memory.seal())
-        with pytest.raises(ReceiptError, match=r"1 of 2 parameters of vLLM's Stubborn differ .* sent: head\.weight"):
-            load_sent_weights(engine, other.seal())
+class Worker:
+    """Stands in for vLLM's worker, through the buffer: `calls` are those that it answers."""
+
+    def __init__(self, model, calls=("load", "digests")):
+        self.model, self.calls, self.loads = model, calls, 0
+        self.engine = SimpleNamespace(model=model, weights=lambda: dict(model.named_parameters()))
+
+    def answer(self, method, *args):
+        if method == "aqnpipe_load_weights" and "load" in self.calls:
+            self.loads += 1
+            load_sent(self.engine, opened(*args, torch.device("cpu")))
+        if method == "aqnpipe_digests" and "digests" in self.calls:
+            return [{"digests": {n: Digests(*args).of(w) for n, w in self.engine.weights().items()}}]
+        return [{}]
+
+    def load(self, weights):
+        engine = SimpleNamespace(_workers=[{"model": "Stubborn"}], call_workers=self.answer)
+        VllmEngine.load_weights(engine, weights)
 
 
-def test_what_loading_changed_is_freed_before_the_weights_are_read_again(monkeypatch):
-    model, first = Stubborn(), []
-
-    def read(sealed):
-        assert all(tensor() is None for tensor in first)
-        found = read_sealed(sealed)
-        first.extend(map(weakref.ref, found.values()))
-        return found
-
-    monkeypatch.setattr(weight_sync, "read_sealed", read)
-    with SealedMemory() as memory:
-        for name, weight in model.named_parameters():
-            memory.add(name, weight)
-        load_sent_weights(SimpleNamespace(model=model, weights=lambda: dict(model.named_parameters())), memory.seal())
-    assert len(first) == 4
+SENT = {"norm.weight": torch.tensor([1.0001, -0.0]), "head.weight": torch.tensor([[1.0, 2.0], [3.0, float("nan")]])}
 
 
-def test_a_node_without_room_for_a_copy_is_refused_before_anything_is_written(model, monkeypatch):
-    """Two bytes per weight in bfloat16; tied weights count once."""
-    needed = 2 * sum(weight.numel() for weight in model.parameters())
-    engine, spec, free = FakeEngine(), NoiseSpec(), SimpleNamespace(available=needed - 1)
-    monkeypatch.setattr(weight_sync.psutil, "virtual_memory", lambda: free)
-    rollout_engine = rollouts(engine, dtype=torch.bfloat16)
-    with pytest.raises(
-        ModelError, match=r"a copy of the weights takes \S+ GB, .* free; generation\.rollout_backend: tr"
-    ):
-        rollout_engine.roll_out(model, recorder(spec), rollout(spec))
-    assert not engine.calls
-    free.available = needed
-    rollout_engine.roll_out(model, recorder(spec), rollout(spec))
-
-
-def test_processes_that_cannot_open_each_others_memory_are_of_different_nodes(monkeypatch):
-    nodes = [weight_sync._node()]
-    monkeypatch.setattr("os.getuid", lambda: 12345)
-    nodes.append(weight_sync._node())
-    for kind in ("user", "pid"):
-        inode = {f"/proc/self/ns/{kind}": SimpleNamespace(st_ino=1)}
-        with monkeypatch.context() as patch:
-            patch.setattr("os.stat", lambda path, inode=inode, stat=os.stat: inode.get(path) or stat(path))
-            nodes.append(weight_sync._node())
-    assert len(set(nodes)) == 4
+def test_an_engine_loads_what_the_trainer_sends_and_norms_in_the_trainers_format():
+    worker = Worker(Stubborn())
+    worker.load(iter(SENT.items()))
+    for name, sent in SENT.items():
+        held = worker.model.get_parameter(name)
+        assert held.dtype == torch.float32
+        assert torch.equal(held.data.view(torch.int32), sent.view(torch.int32))
 
 
 @pytest.mark.parametrize(
-    ("value", "other", "same"), [(0.0, -0.0, False), (float("nan"), float("nan"), True), (1.0, 1.0, True)]
+    ("worker", "sent", "message"),
+    [
+        (Worker(Stubborn("head.weight")), SENT, r"1 of 2 parameters of vLLM's Stubborn differ .* sent: head\.weight$"),
+        (Worker(Stubborn(), calls=["digests"]), SENT, r"2 of 2 parameters of vLLM's Stubborn differ"),
+        (Worker(Stubborn(), calls=["load"]), SENT, "not every one of 1 vLLM workers says what it holds"),
+        (Worker(Stubborn()), {"head.weight": SENT["head.weight"]}, r"has 2 .* sent 1; on one side only: norm\.weight$"),
+    ],
 )
-def test_weights_are_compared_by_their_bits(value, other, same):
-    """0.0 == -0.0 and NaN != NaN, but the bits say otherwise."""
-    for shape in ((), (2,)):
-        written, own = ({"a": torch.full(shape, number)} for number in (value, other))
-        passes = [written, own]
-        if same:
-            with shared_weights(lambda passes=passes: iter(passes.pop(0).items()), lambda value: [value]):
-                pass
-            continue
-        with (
-            pytest.raises(ReceiptError, match="not those of this worker's policy: a"),
-            shared_weights(lambda passes=passes: iter(passes.pop(0).items()), lambda value: [value]),
-        ):
-            pass
+def test_an_engine_with_other_weights_is_refused(worker, sent, message):
+    with pytest.raises(ReceiptError, match=f"^weight sync: .*{message}"):
+        worker.load(iter(sent.items()))
 
 
-def shared_by_two(model, others):
-    """Share weights between this process, which writes, and a second worker of the node with the weights `others`."""
-    own, answers = [], []
+def test_weights_that_are_overwritten_after_they_were_loaded_are_refused(monkeypatch):
+    """Each is right in its buffer; the proof is of what the engine holds at the end."""
+    monkeypatch.setattr(weight_sync, "BUFFER_BYTES", 16)
+    worker = Worker(Stubborn())
+    worker.load(iter(SENT.items()))
+    assert worker.loads == 2
+    shifting = worker.engine.weights
 
-    def exchange(value):
-        own.append(value)
-        return [value, value]
+    def of_last():
+        worker.model.norm.weight.data[0] += 2**-22
+        return shifting()
 
-    with shared_weights(lambda: for_engine(model.state_dict().items(), set(), torch.float32), exchange) as sealed:
-        written = own[-1]
-
-        def of_the_second(value):
-            """The first worker is another process, which wrote the memory."""
-            answers.append(value)
-            first = [(own[0][0], own[0][1] - 1), ((own[0][0], own[0][1] - 1), written[1]), None][len(answers) - 1]
-            return [first, value]
-
-        with shared_weights(lambda: for_engine(others.items(), set(), torch.float32), of_the_second) as of_second:
-            assert of_second == sealed
-    assert answers[1][1] is None
+    worker.engine.weights = of_last
+    with pytest.raises(ReceiptError, match=r"1 of 2 parameters .*: norm\.weight"):
+        worker.load(iter(SENT.items()))
 
 
-def test_workers_of_a_node_share_one_copy_and_each_compares_it_with_its_own_weights(model):
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    shared_by_two(model, weights)
-    name = "model.layers.1.mlp.up_proj.weight"
-    for others in (weights | {name: -weights[name]}, {n: t for n, t in weights.items() if n != name}):
-        with pytest.raises(ReceiptError, match=f"not those of this worker's policy: {name}"):
-            shared_by_two(model, others)
+def test_weights_are_sent_some_at_a_time_and_a_large_one_alone(monkeypatch):
+    monkeypatch.setattr(weight_sync, "BUFFER_BYTES", 16)
+    weights = [("a", torch.ones(2)), ("b", torch.ones(2)), ("c", torch.ones(9)), ("d", torch.ones(1))]
+    assert [[name for name, _ in some] for some in weight_sync.in_buffers(iter(weights))] == [["a", "b"], ["c"], ["d"]]
+    assert not list(weight_sync.in_buffers([]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_a_digest_depends_on_every_bit_and_on_the_place_of_each_value(dtype):
+    values = torch.arange(2**20 + 5).remainder(251).to(dtype)
+    digests, found = Digests(3), set()
+    for place in (0, 1, 2**20 - 1, 2**20, 2**20 + 4):
+        bits = values.clone()
+        bits.view(torch.uint8)[place * dtype.itemsize] ^= 1
+        found.add(digests.of(bits))
+    others = {digests.of(each) for each in (values, values.flip(0), values[None], values.view(torch.uint8).clone())}
+    assert len(found) == 5
+    assert len(found | others) == 9 - (dtype is torch.uint8)
+    assert Digests(3).of(values) == digests.of(values.clone()) != Digests(4).of(values)
+
+
+def test_the_digest_is_the_sum_of_words_times_random_numbers():
+    """By hand: words of 16 bits, each times the number of its place, modulo 2^64, times that of the first chunk."""
+    factors = torch.empty(2**20, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(5))[:3].tolist()
+    words = torch.tensor([1.0, -2.0, 0.5], dtype=torch.bfloat16).view(torch.int16).tolist()
+    expected = sum(map(int.__mul__, words, factors)) * (factors[0] | 1) % 2**64
+    said = Digests(5).of(torch.tensor([1.0, -2.0, 0.5], dtype=torch.bfloat16))
+    assert said == f"torch.bfloat16 [3] {expected - (expected >= 2**63) * 2**64}"
 
 
 def test_what_an_engine_recorded_is_added_to_the_run():

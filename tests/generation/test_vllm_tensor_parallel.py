@@ -4,6 +4,7 @@
 """
 
 import pytest
+import torch
 from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.config.model import builtin_folder
@@ -19,7 +20,6 @@ from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise, pass_receipt
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
-from aqnpipe.generation.vllm.sealed_memory import Sealed
 from aqnpipe.machine.machine import NoiseKey
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
@@ -136,8 +136,8 @@ def test_a_worker_with_other_noise_is_refused(two, sabotage, name, says):
     assert "\n" not in str(refused.value)
 
 
-def test_a_rollout_on_two_workers_is_refused_in_one_line(two, tmp_path):
+def test_a_rollout_on_two_workers_is_refused_in_one_line(two):
     with pytest.raises(ModelError, match="rollouts on tensor-parallel engines are not supported"):
         two.begin_rollout(RolloutNoise(clean_norms="0" * 64, fault_states=()))
     with pytest.raises(ModelError, match="rollouts on tensor-parallel engines are not supported"):
-        two.load_weights(Sealed(tmp_path, "0" * 64))
+        two.load_weights([("model.norm.weight", torch.ones(1))])

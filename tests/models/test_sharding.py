@@ -138,6 +138,35 @@ def test_a_gathered_weight_without_the_share_of_this_worker_is_refused(monkeypat
         whole(Share(gathered, gathered[3:] + 1))
 
 
+def test_shares_are_rounded_before_they_are_gathered(monkeypatch):
+    """Half of the traffic of float32, and the bits of a weight that is gathered first and rounded then."""
+    sent = []
+
+    class Share:
+        def __init__(self, whole):
+            self.gathered = whole
+
+        def detach(self):
+            return self
+
+        def to(self, dtype):
+            return Share(self.gathered.to(dtype))
+
+        def full_tensor(self):
+            sent.append(self.gathered.dtype)
+            return self.gathered
+
+        def to_local(self):
+            return self.gathered[3:]
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    gathered = torch.linspace(0, 1, 10).view(5, 2)
+    assert torch.equal(whole(Share(gathered), torch.bfloat16), gathered.bfloat16())
+    assert sent == [torch.bfloat16]
+    assert whole(gathered, torch.bfloat16).dtype == torch.float32
+
+
 def test_the_hook_that_gathers_stays_first_whatever_is_prepended():
     module, called = nn.Linear(1, 1), []
 

@@ -73,6 +73,17 @@ def test_recomputed_values_are_those_of_torch(dtype):
         assert size > (20 if dtype != torch.bfloat16 else 0.5), operator
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_sum_whose_operands_are_below_the_smallest_normal_number_may_be_zero(flushed):
+    """Processors with products of 16 bits flush them; gradients of a loss on a faulty machine were refused for it."""
+    one, other = 2e-38 * random(64, 256), random(256, 64, dtype=torch.bfloat16)
+    one = one.bfloat16()
+    result = torch.where(one.abs() < 1.2e-38, 0.0, one) @ other if flushed else one @ other
+    (found,) = RECOMPUTED["mm"]({"self": one, "mat2": other}, result, np.random.default_rng(0), 4096)
+    assert (np.abs(found.found - found.exact) <= found.slack + found.after).all()
+    assert found.slack.max() < 1e-35
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", [4, 2])
 @pytest.mark.parametrize("scale", [1.0, 3.0, 8.0, 40.0])

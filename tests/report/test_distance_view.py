@@ -5,15 +5,16 @@ from types import SimpleNamespace
 import pytest
 
 from aqnpipe.artifacts.training_facts import DistanceGrowth
-from aqnpipe.report.training import growth_sentences, invariance_sentences
+from aqnpipe.report.training import engine_sentences, growth_sentences
 from aqnpipe.report.words import load_words
 
 EN, ZH = load_words("en"), load_words("zh")
 
 
-def run(arm, seed, growth=None, facts=True, mode=None):
+def run(arm, seed, growth=None, facts=True, mode=None, eager=None):
     training = SimpleNamespace(distance_growth=growth) if facts else None
     generation = {} if mode is None else {"batch_invariant": mode}
+    generation |= {} if eager is None else {"enforce_eager": eager}
     return SimpleNamespace(arm=arm, seed=seed, record=SimpleNamespace(training=training, generation=generation))
 
 
@@ -23,9 +24,19 @@ def grown(first, last, has_grown=True):
 
 def test_a_sentence_names_arms_with_and_without_the_batch_invariant_mode():
     alike = [run("E5", 0, mode=True), run("baseline", 0, mode=True), run("E6", 0, facts=False)]
-    assert invariance_sentences(alike, EN) == growth_sentences(alike, EN) == []
-    (sentence,) = invariance_sentences([*alike, run("E7", 0, mode=False)], EN)
+    assert engine_sentences(alike, EN) == growth_sentences(alike, EN) == []
+    (sentence,) = engine_sentences([*alike, run("E7", 0, mode=False)], EN)
     assert "batch-invariant mode in E5; baseline, and did not in E7" in sentence
+
+
+def test_a_sentence_names_the_arms_whose_rollouts_replayed_graphs():
+    eager = [run("E5", 0, mode=False, eager=True), run("E6", 0, facts=False)]
+    assert engine_sentences(eager, EN) == []
+    replayed = [run("baseline", seed, mode=False, eager=False) for seed in (0, 1)]
+    assert engine_sentences(replayed, EN) == ["Rollouts replayed vLLM's CUDA graphs in baseline."]
+    (sentence,) = engine_sentences([*eager, *replayed], EN)
+    assert sentence.startswith("Rollouts replayed vLLM's CUDA graphs in baseline, and did not in E5: these differ in")
+    assert "baseline" in engine_sentences([*eager, *replayed], ZH)[0]
 
 
 @pytest.mark.parametrize(("words", "expected"), [(EN, "E5 seed 1"), (ZH, "E5 种子 1")])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import made_up
 
 from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
-from aqnpipe.report.receipts import run_overview
+from aqnpipe.report.receipts import evaluation_table, run_overview, run_table
 from aqnpipe.report.words import load_words
 
 NOISE = OperatorNoise(error=RelativeGaussian(scale=1e-4), phases=("rollout",))
@@ -30,3 +30,17 @@ def test_noise_that_the_number_format_swallows_is_warned_of_and_accepted():
 
 def test_without_such_noise_there_is_no_warning():
     assert run_overview([run("E5")], load_words("en"), lambda *where: "").note == ""
+
+
+def test_the_page_names_runs_and_evaluations_whose_engine_replayed_graphs():
+    for table_of, changes in ((run_table, {}), (evaluation_table, {"shards": 1})):
+        made = []
+        for arm, eager in (("baseline", False), ("E5", True), ("E6", None)):
+            generation = {} if eager is None else {"backend": "vllm", "enforce_eager": eager}
+            record = SimpleNamespace(device="8 x A100", code_digest="0" * 64, inputs_sha256={}, generation=generation)
+            source = SimpleNamespace(model="base", arm=arm, seed=0, step=4, record="run.json")
+            receipts = SimpleNamespace(facts=SimpleNamespace(**changes))
+            made.append(SimpleNamespace(**vars(source) | {"source": source, "record": record, "receipts": receipts}))
+        texts = [" ".join(map(str, row.cells)) for row in table_of(made, load_words("en"), lambda *where: "").rows]
+        assert ["8 x A100, CUDA graphs without noise (vLLM)" in text for text in texts] == [True, False, False]
+        assert all("8 x A100" in text for text in texts)

@@ -153,6 +153,32 @@ def test_by_default_the_engine_of_an_arm_does_not_depend_on_its_noise(monkeypatc
     assert describe_rollouts(asked[0]) != describe_rollouts(asked[1])
 
 
+def test_graphs_are_in_arms_without_noise_in_rollouts_and_the_record_says_which(monkeypatch):
+    monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 1, ("some GPU",)))
+    monkeypatch.setattr(rollouts, "check_vllm", lambda _: None)
+    monkeypatch.setattr(rollouts, "vllm_version", lambda: "vllm 0.32.0")
+    monkeypatch.setattr(rollouts, "nvidia_capability", lambda kind: (9, 0))
+    opened = []
+    monkeypatch.setattr(rollouts, "open_engine", lambda *_, **named: opened.append(named["cuda_graphs"]))
+    monkeypatch.setattr(rollouts, "tokenize_prompts", lambda *_: [[1]])
+    monkeypatch.setattr(rollouts, "rank_and_size", lambda: (0, 1))
+    found = {}
+    for arm in ({}, {"operator_noise": FUSED}, {"aqn": AQN}):
+        for asked in (False, True):
+            generation = {"backend": "vllm", "cuda_graphs": asked}
+            spec = changed(training_spec(), arm=arm, attention="sdpa", generation=generation)
+            described = describe_rollouts(spec)
+            found["".join(arm), asked] = described["enforce_eager"], described.get("why_enforce_eager")
+            engine = rollouts.open_rollouts(spec, None, ["?"], None)
+            assert engine._cuda_graphs is opened[-1] is not described["enforce_eager"]
+    why = "the rollouts have noise or faults, which run in Python"
+    assert found == {
+        **{(arm, False): (True, None) for arm in ("", "operator_noise", "aqn")},
+        ("", True): (False, None),
+        **{(arm, True): (True, why) for arm in ("operator_noise", "aqn")},
+    }
+
+
 @pytest.mark.parametrize(
     ("arm", "generation", "reason"),
     [

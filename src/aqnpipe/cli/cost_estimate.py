@@ -178,6 +178,7 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
         not_counted=(
             "noise",
             *_weight_syncs(plan),
+            *_resume_points(plan.study.config.training, working),
             "diagnoses",
             "loss studies",
             *_on_machines(plan),
@@ -197,6 +198,14 @@ def _num_devices(plan: StudyPlan, rates: Rates) -> int:
 def _weight_syncs(plan: StudyPlan) -> tuple[str, ...]:
     on_vllm = any(uses_vllm_for_rollouts(plan, plan.study.arms[arm]) for _, arm, _ in plan.runs())
     return ("weight syncs",) if on_vllm else ()
+
+
+def _resume_points(training: TrainingConfig | None, working: float) -> tuple[str, ...]:
+    if training is None or not working:
+        return ()
+    share, seconds = training.resume_share, working / _RESUME_POINTS / training.num_workers / 1e9
+    often = f"every {training.resume_interval} steps" if share is None else f"at most {share:.0%} of a run's time"
+    return (f"resume points ({often}; {seconds:.2g} s each at 1 GB/s per worker)",)
 
 
 def _on_machines(plan: StudyPlan) -> tuple[str, ...]:

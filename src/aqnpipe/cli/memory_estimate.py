@@ -97,19 +97,16 @@ def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_to
         trained=trained,
         reference=reference,
         passes=_passes(training, model, shape, tokens, base),
-        generating=_sent_weight(shape, computed, base, shares) if vllm else gathered + sequences * cache,
+        generating=_sent_weight(shape, computed, shares) if vllm else gathered + sequences * cache,
         validating=gathered + validated * cache,
         engine=config.generation.rollout_gpu_memory_utilization * device_bytes if vllm else 0.0,
         engine_needs=shape.num_parameters * computed + cache if vllm else 0.0,
     )
 
 
-def _sent_weight(shape: ModelShape, computed: int, base: int, shares: int) -> float:
-    """Return the bytes of the largest weight as an engine gets it: in the computed format.
-
-    Of shares it is gathered into a buffer, and copied from that.
-    """
-    return shape.head_matmul_parameters * (computed + (2 * base if shares > 1 else 0))
+def _sent_weight(shape: ModelShape, computed: int, shares: int) -> float:
+    """Return the bytes of the largest weight on its way to an engine, in its format; shares are also gathered."""
+    return shape.head_matmul_parameters * computed * (4 if shares > 1 else 2)
 
 
 def _passes(training: TrainingConfig, model: ModelConfig, shape: ModelShape, tokens: float, base: int) -> float:

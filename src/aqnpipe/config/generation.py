@@ -46,6 +46,11 @@ class GenerationConfig(FrozenModel):
         description="vLLM frees the memory of its weights and cache between rollouts; GPUs and NPUs only",
     )
 
+    cuda_graphs: bool = Field(
+        default=False,
+        description="vLLM replays CUDA graphs in evaluations without noise and in training rollouts of arms without "
+        "noise in them (NVIDIA and AMD GPUs); arms with noise in rollouts then differ in it too",
+    )
     rollout_batch_invariance: bool = Field(
         default=False,
         description="training rollouts use vLLM's batch-invariant mode where the device has it (NVIDIA GPUs of compute "

@@ -576,6 +576,11 @@ class NoiseSpec(FrozenModel):
     aqn: AdaptiveNoise | None = None
     faults: tuple[Fault, ...] = ()
 
+    def is_clean_in(self, phase: Phase) -> bool:
+        """Return whether there is neither noise nor a fault in `phase`."""
+        noised = self.operator_noise_in(phase) or self.module_noise_in(phase) or self.aqn
+        return noised is None and not self.faults
+
     def operator_noise_in(self, phase: Phase) -> OperatorNoise | None:
         """Return the operator noise in `phase`, or None."""
         noise = self.operator_noise

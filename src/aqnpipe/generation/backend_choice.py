@@ -10,6 +10,7 @@ from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.device import Device, torch_device
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
 from aqnpipe.generation.vllm.engine import VllmEngine
+from aqnpipe.generation.vllm.graphs import why_no_graphs
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.models.adapters import whole_weights
 from aqnpipe.models.loading import load_model
@@ -59,6 +60,7 @@ def open_generator(
             max_tokens=max_tokens,
             batch_size=batch_size,
             threads=threads,
+            cuda_graphs=why_no_graphs(is_requested=requested.cuda_graphs, device=device.kind) is None,
         )
         # Its workers read the tokenizer in the folder when they need it.
         engine.when_closed(files.pop_all().close)
@@ -77,11 +79,12 @@ def open_engine(
     threads: int,
     for_training: bool = False,
     batch_invariant: bool | None = None,
+    cuda_graphs: bool = False,
 ) -> VllmEngine:
     """Start vLLM on the model in `folder`; the caller closes it. In training it has less memory and may sleep.
 
     There it is on the one device of its training worker. batch_invariant: vLLM's batch-invariant mode; None leaves it
-    to the environment.
+    to the environment. cuda_graphs: passes without noise are replayed, see `vllm.graphs`.
     """
     return VllmEngine(
         folder,
@@ -96,5 +99,6 @@ def open_engine(
         ),
         sleeps=for_training and requested.rollout_sleep,
         batch_invariant=batch_invariant,
+        cuda_graphs=cuda_graphs,
         tensor_parallel=1 if for_training else requested.tensor_parallel,
     )

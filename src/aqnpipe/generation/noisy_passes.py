@@ -32,8 +32,7 @@ class PassNoise(NoiseSpec):
     @property
     def is_clean(self) -> bool:
         """Return whether the pass has neither noise nor faults."""
-        noised = self.operator_noise_in(self.phase) or self.module_noise_in(self.phase) or self.aqn
-        return noised is None and not self.faults
+        return self.is_clean_in(self.phase)
 
     @property
     def norm_sigmas(self) -> dict[str, float]:

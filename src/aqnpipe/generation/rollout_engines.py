@@ -13,7 +13,7 @@ from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import RolloutNoise
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.generation.vllm.engine import VllmEngine
-from aqnpipe.generation.vllm.weights import Exchange, for_engine, refuse_without_room, shared_weights
+from aqnpipe.generation.vllm.weights import for_engine
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import norms_sha256, rms_norms
 from aqnpipe.models.sharding import gathered_weights
@@ -83,9 +83,8 @@ class TransformersRolloutEngine:
 class VllmRolloutEngine:
     """Rollouts by vLLM, which receives the policy's weights before each; only vLLM's copy of the norms gets AQN noise.
 
-    `weights` returns the policy's weights by their plain names, adapters merged, one after the other. They are passed
-    to vLLM in memory that the workers of a node share; `exchange` returns a value of every worker. With `sleeps` vLLM
-    frees its memory between rollouts.
+    `weights` returns the policy's weights by their plain names, adapters merged, one after the other. With `sleeps`
+    vLLM frees its memory between rollouts. `cuda_graphs`: those of the engine read norms in its own format, `dtype`.
     """
 
     def __init__(
@@ -94,14 +93,14 @@ class VllmRolloutEngine:
         *,
         weights: Callable[[nn.Module], Iterable[tuple[str, Tensor]]],
         dtype: torch.dtype,
-        exchange: Exchange = lambda value: [value],
         sleeps: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         self._vllm = engine
         self._weights = weights
         self._dtype = dtype
-        self._exchange = exchange
         self._sleeps = sleeps
+        self._cuda_graphs = cuda_graphs
         self._is_asleep = False
 
     def roll_out(self, policy: nn.Module, recorder: ReceiptRecorder, rollout: Rollout) -> list[Completion]:
@@ -139,14 +138,11 @@ class VllmRolloutEngine:
 
     def _send(self, policy: nn.Module) -> str:
         """Send the weights of `policy` to vLLM; return the SHA-256 of its norm weights."""
-        norms = {f"{name}.weight" for name in rms_norms(policy, "all_norms")}
-        # Every worker, before the first of the node writes: afterwards the copy itself is missing from the free memory.
-        refuse_without_room(sum(weight.numel() for weight in policy.parameters()) * self._dtype.itemsize)
-        with shared_weights(lambda: for_engine(self._weights(policy), norms, self._dtype), self._exchange) as sealed:
-            if self._is_asleep:
-                self._vllm.wake_up("weights")
-            self._vllm.load_weights(sealed)
+        norms = set() if self._cuda_graphs else {f"{name}.weight" for name in rms_norms(policy, "all_norms")}
+        if self._is_asleep:
+            self._vllm.wake_up("weights")
+        self._vllm.load_weights(for_engine(self._weights(policy), norms, self._dtype))
         if self._is_asleep:
             self._vllm.wake_up("kv_cache")
             self._is_asleep = False
-        return norms_sha256(policy)
+        return norms_sha256(policy, self._dtype if self._cuda_graphs else None)

@@ -27,7 +27,7 @@ from aqnpipe.models.layout import layer_of, weight_of
 from aqnpipe.models.loading import load_model, refuse_damaged
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE
 from aqnpipe.models.sharding import distinct_weights, free_gathered, whole_state_dict
-from aqnpipe.models.shares import whole
+from aqnpipe.models.shares import is_share, like_share, local, own_rows, whole
 
 _ADAPTER = "default"
 _PARTS = ("lora_A", "lora_B")
@@ -170,11 +170,16 @@ def _merged(
     for key, tensor in weights:
         owner = next((name for name in adapted if key.startswith(f"{name}.")), None)
         if owner is None:
-            yield key, whole(tensor)
+            yield key, whole(tensor, dtype)
         elif key == f"{owner}.base_layer.weight":
-            yield f"{owner}.weight", (whole(tensor).float() + _update(adapted[owner])).to(dtype)
+            yield f"{owner}.weight", whole(_plus(tensor.detach(), _update(adapted[owner])).to(dtype))
         elif key.startswith(f"{owner}.base_layer."):
-            yield f"{owner}.{key.removeprefix(f'{owner}.base_layer.')}", whole(tensor)
+            yield f"{owner}.{key.removeprefix(f'{owner}.base_layer.')}", whole(tensor, dtype)
+
+
+def _plus(weight: Tensor, update: Tensor) -> Tensor:
+    """Return the sum in float32, of a weight that is divided among workers divided alike."""
+    return like_share(weight, local(weight).float() + own_rows(update)) if is_share(weight) else weight.float() + update
 
 
 def merge_loss(model: nn.Module, dtype: torch.dtype) -> float | None:

@@ -206,15 +206,19 @@ def num_rms_norms(model: nn.Module) -> int:
     return sum(map(_is_post_attention, every)) if is_mixture_of_experts(model) else len(every)
 
 
-def norms_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 of the names and weights of all RMSNorms of `model`, or of all LayerNorms if it has none."""
+def norms_sha256(model: nn.Module, dtype: torch.dtype | None = None) -> str:
+    """Return the SHA-256 of the names and weights of all RMSNorms of `model`, or of all LayerNorms if it has none.
+
+    With `dtype` weights are rounded first.
+    """
     digest = hashlib.sha256()
     norms = {name: module for name, module in model.named_modules() if is_rms_norm(module)}
     if not norms:
         norms = {name: module for name, module in model.named_modules() if is_norm(module)}
     for name, norm in norms.items():
         digest.update(name.encode())
-        digest.update(weight_of(norm).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        weight = weight_of(norm).detach()
+        digest.update(weight.to(dtype or weight.dtype).cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -31,19 +31,20 @@ def own_share(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     """Return this worker's share of a weight of `model`, whether it is gathered or not; a whole weight as it is."""
     if not is_sharded(model) or name in getattr(model, WHOLE_WEIGHTS):
         return weight
-    return local(weight) if is_share(weight) else _own_rows(weight)
+    return local(weight) if is_share(weight) else own_rows(weight)
 
 
-def whole(weight: Any) -> Tensor:
+def whole(weight: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return all of a DTensor, gathered from all workers (a collective operation); another tensor as it is.
 
-    Raises ReceiptError if this worker's share is not in it.
+    With `dtype` shares are rounded before they are gathered. Raises ReceiptError if this worker's share is not in it.
     """
     if not is_share(weight):
         plain: Tensor = weight.detach()
         return plain
-    gathered: Tensor = weight.detach().full_tensor()
-    if not same_bits(_own_rows(gathered), local(weight)):
+    shares = weight.detach() if dtype is None else weight.detach().to(dtype)
+    gathered: Tensor = shares.full_tensor()
+    if not same_bits(own_rows(gathered), local(shares)):
         raise ReceiptError(f"a weight of shape {tuple(gathered.shape)} was gathered without this worker's share of it")
     return gathered
 
@@ -63,7 +64,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _own_rows(weight: Tensor) -> Tensor:
+def own_rows(weight: Tensor) -> Tensor:
     """Return the rows of a whole weight that this worker has of a sharded one."""
     chunks = weight.chunk(distributed.get_world_size())
     rank = distributed.get_rank()

@@ -342,11 +342,14 @@ def at(tensor: Tensor, place: tuple[IntArray, ...]) -> FloatArray:
 
 
 def _rounding(magnitude: FloatArray, num_terms: int, dtype: torch.dtype) -> FloatArray:
-    """Return how far a correct sum of `num_terms` products may be from the exact one (see `error_bounds`)."""
+    """Return how far a correct sum of `num_terms` products may be from the exact one (see `error_bounds`).
+
+    Kernels for 16 bits (vdpbf16ps, say) take operands, products and results below the smallest normal number for zero.
+    """
     info = torch.finfo(dtype)
     unit = 2.0**-53 if dtype == torch.float64 else 2.0**-24
     parts = 0.0 if dtype in (torch.float32, torch.float64) else info.eps / 2
-    found: FloatArray = magnitude * (gamma(num_terms + 1, unit) + parts + info.eps / 2) + info.tiny
+    found: FloatArray = magnitude * (gamma(num_terms + 1, unit) + parts + info.eps / 2) + (num_terms + 1) * info.tiny
     return found
 
 

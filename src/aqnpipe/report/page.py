@@ -17,7 +17,7 @@ from aqnpipe.report.claims import MAX_CLAIMS_PER_LOOK, claim_text, look_table
 from aqnpipe.report.inputs import Diagnosis, Evaluated, ReportData, Run
 from aqnpipe.report.machines import MachineScale
 from aqnpipe.report.tables import Figure, PanelGroup, Part, RunLink, Section, Table, table_of
-from aqnpipe.report.training import growth_sentences, invariance_sentences, leap_sentences, leap_table, leaps
+from aqnpipe.report.training import engine_sentences, growth_sentences, leap_sentences, leap_table, leaps
 from aqnpipe.report.words import Words
 
 Made = TypeVar("Made", Run, Evaluated)
@@ -352,7 +352,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
     arms = set(metrics["arm"].unique())
     trained = [key for key in keys if key.name in arms]
     found = leaps(runs)
-    alerts = (*leap_sentences(found, runs, words), *growth_sentences(runs, words), *invariance_sentences(runs, words))
+    alerts = (*leap_sentences(found, runs, words), *growth_sentences(runs, words), *engine_sentences(runs, words))
     curves = tables.curve_tables(runs, words)
     caption = [words("training.caption")]
     caption += [] if curves else [words("training.no_curve_tables", runs=len(runs))]

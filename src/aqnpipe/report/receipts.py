@@ -307,7 +307,7 @@ def provenance_parts(study: Study, data: ReportData, words: Words, run_link: Run
 
 def run_table(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
     """Return one row per training run."""
-    rows = (_provenance(run) | {"anchor": run_link(run.model, run.arm, run.seed)} for run in runs)
+    rows = (_provenance(run, words) | {"anchor": run_link(run.model, run.arm, run.seed)} for run in runs)
     caption = words("provenance.runs")
     return table_of("provenance-runs", caption, rows, _PROVENANCE_COLUMNS, words, num_text_columns=4)
 
@@ -317,7 +317,7 @@ def evaluation_table(evaluations: Sequence[Evaluated], words: Words, run_link: R
     rows = []
     for evaluated in evaluations:
         source, shards = evaluated.source, evaluated.receipts.facts.shards
-        row = _provenance(evaluated) | {"link": run_link(source.model, source.arm, source.seed)}
+        row = _provenance(evaluated, words) | {"link": run_link(source.model, source.arm, source.seed)}
         if shards > 1:
             row["device"] = words("provenance.shards", device=row["device"], shards=shards)
         rows.append(row)
@@ -343,11 +343,12 @@ def study_text(study: Study) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False)
 
 
-def _provenance(made: Run | Evaluated) -> dict[str, Any]:
-    record = made.record
+def _provenance(made: Run | Evaluated, words: Words) -> dict[str, Any]:
+    record, device = made.record, made.record.device
+    replays = record.generation.get("enforce_eager") is False
     return {
         "record": made.source.record,
-        "device": record.device,
+        "device": words("provenance.graphs", device=device) if replays else device,
         "code": record.code_digest[:SHORT_DIGEST],
         "inputs": ", ".join(f"{name} {digest[:SHORT_DIGEST]}" for name, digest in record.inputs_sha256.items()),
     }

@@ -137,16 +137,20 @@ def growth_sentences(runs: Sequence[Run], words: Words) -> list[str]:
     return sentences + ([words("distance.more_grown", count=len(grown) - MAX_SHOWN)] if len(grown) > MAX_SHOWN else [])
 
 
-def invariance_sentences(runs: Sequence[Run], words: Words) -> list[str]:
-    """Return a sentence if only some of the runs on vLLM used its batch-invariant mode."""
-    arms: dict[bool, dict[str, None]] = {True: {}, False: {}}
-    for run in runs:
-        if (mode := run.record.generation.get("batch_invariant")) is not None:
-            arms[bool(mode)][run.arm] = None
-    if not all(arms.values()):
-        return []
-    separator = words("list.separator")
-    return [words("distance.mixed", on=separator.join(arms[True]), off=separator.join(arms[False]))]
+def engine_sentences(runs: Sequence[Run], words: Words) -> list[str]:
+    """Return a sentence if only some of the runs on vLLM used its batch-invariant mode, and one if any used graphs."""
+    found, separator = [], words("list.separator")
+    for setting, is_used, text in (("batch_invariant", True, "invariance"), ("enforce_eager", False, "graphs")):
+        arms: dict[bool, dict[str, None]] = {True: {}, False: {}}
+        for run in runs:
+            if (mode := run.record.generation.get(setting)) is not None:
+                arms[mode is is_used][run.arm] = None
+        on, off = (separator.join(arms[used]) for used in (True, False))
+        if on and off:
+            found.append(words(f"distance.mixed.{text}", on=on, off=off))
+        elif on and text == "graphs":
+            found.append(words("distance.graphs", on=on))
+    return found
 
 
 SMOOTHING_STEPS = 5

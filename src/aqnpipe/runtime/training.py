@@ -24,7 +24,7 @@ from torch import distributed
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import COLLECTIVES, DeviceKind, local_device_index, resolve_device
-from aqnpipe.errors import AqnpipeError, LostPeerError, WorkerError
+from aqnpipe.errors import AqnpipeError, WorkerError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.runtime.device_allocation import this_node
 from aqnpipe.runtime.file_lock import run_lock
@@ -201,7 +201,7 @@ def _ray_worker(config: dict[str, _WorkerSetup]) -> None:
         # Converted here: Ray wraps an error of a worker, and the launching process would not recognise a full disk.
         with _run_disk_errors(setup.workspace.folder):
             run_worker(setup.spec, setup.inputs, setup.workspace, setup.resume_from, say)
-    except (RuntimeError, LostPeerError):
+    except RuntimeError:
         time.sleep(_SECONDS_TO_DETECT_DEATH)
         raise
 
@@ -241,16 +241,13 @@ def _relayed_lines(path: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _raise_cause(error: Exception, setup: _WorkerSetup) -> NoReturn:
-    """Raise the AqnpipeError of a worker, or a WorkerError naming the dead workers; a bug keeps its traceback.
-
-    A LostPeerError follows from the failure of another worker, and is raised only if there is no other.
-    """
+    """Raise the AqnpipeError of a worker, or a WorkerError naming the dead workers; a bug keeps its traceback."""
     from ray.train import WorkerGroupError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
     failures = dict(sorted(error.worker_failures.items())) if isinstance(error, WorkerGroupError) else {}
     for failure in failures.values():
-        if isinstance(failure, AqnpipeError) and not isinstance(failure, LostPeerError):
+        if isinstance(failure, AqnpipeError):
             raise failure
     dead = {rank: each for rank, each in failures.items() if isinstance(each, WorkerHealthCheckFailedError)}
     if dead:
@@ -260,6 +257,4 @@ def _raise_cause(error: Exception, setup: _WorkerSetup) -> NoReturn:
             f"{' or '.join(ends)}, so all were ended; the same command continues from the last resume point; logs: "
             f"{setup.logs}"
         ) from error
-    if failures and all(isinstance(failure, LostPeerError) for failure in failures.values()):
-        raise next(iter(failures.values()))
     raise error

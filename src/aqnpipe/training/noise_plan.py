@@ -41,6 +41,12 @@ class NoisePlan:
         return sigma_at(noise.schedule, step, self.num_steps, self.num_epochs) if noise else 0.0
 
 
+def noise_of(spec: TrainingSpec) -> NoiseSpec:
+    """Return the noise of a run, and the faults of its machine."""
+    arm = spec.arm
+    return NoiseSpec(operator_noise=arm.operator_noise, module_noise=arm.module_noise, aqn=arm.aqn, faults=spec.faults)
+
+
 def build_noise_plan(
     spec: TrainingSpec, model: Any, sigmas_file: Path | None, weights_sha256: str | None = None
 ) -> NoisePlan:
@@ -50,9 +56,7 @@ def build_noise_plan(
     """
     aqn = spec.arm.aqn
     layer_factors = _layer_factors(spec, sigmas_file, weights_sha256)
-    noise = NoiseSpec(
-        operator_noise=spec.arm.operator_noise, module_noise=spec.arm.module_noise, aqn=aqn, faults=spec.faults
-    )
+    noise = noise_of(spec)
     recorder = ReceiptRecorder(
         noise,
         expected_phases=_expected_phases(spec.training),

@@ -14,10 +14,12 @@ from aqnpipe.errors import ConfigError
 from aqnpipe.generation.backend_choice import chosen_backend, open_engine
 from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRolloutEngine, VllmRolloutEngine
 from aqnpipe.generation.vllm.batch_invariance import why_not_batch_invariant
+from aqnpipe.generation.vllm.graphs import why_no_graphs
 from aqnpipe.generation.vllm.launch import vllm_version
 from aqnpipe.generation.vllm.requirements import check_vllm
 from aqnpipe.models.adapters import MergedForEngine
-from aqnpipe.training.ranks import gathered, rank_and_size
+from aqnpipe.training.noise_plan import noise_of
+from aqnpipe.training.ranks import rank_and_size
 
 
 def describe_rollouts(spec: TrainingSpec) -> dict[str, str | int | bool]:
@@ -29,13 +31,15 @@ def describe_rollouts(spec: TrainingSpec) -> dict[str, str | int | bool]:
         return {"backend": "transformers"}
     check_vllm(resolve_device(spec.device).kind)
     reason = _why_not_batch_invariant(spec)
+    no_graphs = _why_no_graphs(spec)
     described: dict[str, str | int | bool] = {
         "backend": "vllm",
         "vllm": vllm_version(),
-        "enforce_eager": True,
+        "enforce_eager": no_graphs is not None,
         "batch_invariant": reason is None,
     }
-    return described if reason is None else described | {"why_not_batch_invariant": reason}
+    described |= {} if reason is None else {"why_not_batch_invariant": reason}
+    return described | ({"why_enforce_eager": no_graphs} if no_graphs and spec.generation.cuda_graphs else {})
 
 
 def merges_adapters(spec: TrainingSpec) -> bool:
@@ -64,14 +68,20 @@ def open_rollouts(spec: TrainingSpec, model_folder: Path, prompts: Sequence[str]
         threads=training.threads,
         for_training=True,
         batch_invariant=_why_not_batch_invariant(spec) is None,
+        cuda_graphs=_why_no_graphs(spec) is None,
     )
     return VllmRolloutEngine(
         engine,
         weights=MergedForEngine(getattr(torch, spec.dtype)),
         dtype=getattr(torch, spec.dtype),
-        exchange=gathered,
         sleeps=spec.generation.rollout_sleep,
+        cuda_graphs=_why_no_graphs(spec) is None,
     )
+
+
+def _why_no_graphs(spec: TrainingSpec) -> str | None:
+    device = resolve_device(spec.device).kind
+    return why_no_graphs(is_requested=spec.generation.cuda_graphs, device=device, rollouts=noise_of(spec))
 
 
 def _why_not_batch_invariant(spec: TrainingSpec) -> str | None:

@@ -1,20 +1,23 @@
 """vLLM as a generation backend: starts an engine for one model folder, checks its workers and calls their methods."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import psutil
+from torch import Tensor
 
 from aqnpipe.config.model import Dtype, read_model_config
 from aqnpipe.device import DeviceKind
-from aqnpipe.errors import LostPeerError, ModelError, ReceiptError, first_line
+from aqnpipe.errors import ModelError, ReceiptError, first_line
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import PassMeasurements, PassNoise, RolloutNoise
 from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXTS, StopText
+from aqnpipe.generation.vllm.graphs import graph_settings
 from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start, vllm_version
 from aqnpipe.generation.vllm.measurements import checked_measurements, shares_of
 from aqnpipe.generation.vllm.requirements import (
@@ -23,13 +26,15 @@ from aqnpipe.generation.vllm.requirements import (
     check_vllm,
     with_common_names,
 )
-from aqnpipe.generation.vllm.sealed_memory import Sealed
+from aqnpipe.generation.vllm.weight_buffer import WeightBuffer
+from aqnpipe.generation.vllm.weights import Digests, in_buffers, refuse_other_weights
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.allowed_keys import load_config
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.injection.faults import ActiveFaultState
+from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.seeding import derive_seed
 
@@ -61,15 +66,16 @@ class VllmEngine:
         worker_extension: str = WORKER_EXTENSION,
         batch_invariant: bool | None = None,
         tensor_parallel: int = 1,
+        cuda_graphs: bool = False,
     ) -> None:
         """Start the engine for batches of `batch_size` prompts.
 
         `max_tokens`: limit of a prompt and its response together. With `sleeps` the engine can free its GPU memory
         between calls. `batch_invariant`: vLLM's batch-invariant mode, which every worker must report as requested; None
         leaves it to the environment. `tensor_parallel`: number of workers that share every layer, each on a device of
-        its own. Raises ModelError if vLLM is missing, cannot load the model or share its layers, or `sleeps` is set on
-        a CPU; DeviceError if there are fewer devices than workers; ReceiptError if a worker is not prepared for noise
-        or has the other mode.
+        its own. `cuda_graphs`: passes without noise are replayed, see `graphs`. Raises ModelError if vLLM is missing,
+        cannot load the model or share its layers, or `sleeps` is set on a CPU; DeviceError if there are fewer devices
+        than workers; ReceiptError if a worker is not prepared for noise, or its mode or graphs are not as requested.
         """
         check_vllm(device)
         if sleeps and device == "cpu":
@@ -85,13 +91,15 @@ class VllmEngine:
         self._at_end = ExitStack()
         self._min_forwards = self._longest_batch = 0
         self._noises_operators = False
+        self._cuda_graphs, self._is_clean, self._must_replay = cuda_graphs, False, False
+        self._batch_size, self._batch_tokens = batch_size, max(2048, max_tokens)
         arguments: dict[str, Any] = {
             "model": str(folder),
             "dtype": dtype,
             "max_model_len": max_tokens,
             "max_num_seqs": batch_size,
-            "max_num_batched_tokens": max(2048, max_tokens),
-            "enforce_eager": True,
+            "max_num_batched_tokens": self._batch_tokens,
+            "enforce_eager": not cuda_graphs,
             "enable_prefix_caching": True,
             "async_scheduling": False,
             "skip_tokenizer_init": True,
@@ -108,6 +116,8 @@ class VllmEngine:
             "disable_log_stats": True,
             "tensor_parallel_size": tensor_parallel,
         }
+        if cuda_graphs:
+            arguments["compilation_config"] = graph_settings(batch_size)
         if tensor_parallel > 1:
             # In an actor of Ray vLLM would start its workers as further actors, on devices that others have.
             arguments["distributed_executor_backend"] = "mp"
@@ -139,6 +149,7 @@ class VllmEngine:
             "backend": "vllm",
             "vllm": vllm_version(),
             "enforce_eager": first["enforce_eager"],
+            **({"cuda_graphs": first["cuda_graphs"]} if self._cuda_graphs else {}),
             "workers": len(self._workers),
             "model_class": first["model"],
         }
@@ -154,28 +165,42 @@ class VllmEngine:
         """The process ids of the workers."""
         return [worker["process"] for worker in self._workers]
 
-    def load_weights(self, sealed: Sealed) -> None:
-        """Make every worker load the weights in sealed memory.
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Make the worker load `weights`, by their names in transformers; they are read once, one after the other.
 
-        Later calls use nothing that was computed with other weights. Raises ReceiptError if the memory is not sealed or
-        another, or if any parameter of a worker's model differs from it in a bit, and LostPeerError if it is gone.
+        Later calls use nothing that was computed with other weights. Raises ReceiptError if any parameter of the
+        worker's model then differs from them in a bit, and ModelError if there is no memory to send them.
         """
-        replies = self.call_workers("aqnpipe_load_weights", str(sealed.path), sealed.token)
-        if [reply.get("token") for reply in replies] != [sealed.token] * len(self._workers):
-            raise ReceiptError(f"weight sync: not every one of {len(self._workers)} vLLM workers loaded the weights")
+        key = secrets.randbits(62)
+        digests = Digests(key)
+        sent: dict[str, str] = {}
+        for some in in_buffers(weights):
+            with WeightBuffer(some) as buffer:
+                self.call_workers("aqnpipe_load_weights", buffer.shared(), buffer.index)
+            sent |= {name: digests.of(tensor) for name, tensor in some}
+        held = [reply.get("digests") for reply in self.call_workers("aqnpipe_digests", key)]
+        if len(held) != len(self._workers) or not all(held):
+            raise ReceiptError(f"weight sync: not every one of {len(self._workers)} vLLM workers says what it holds")
+        for digest in held:
+            refuse_other_weights(f"vLLM's {self._workers[0]['model']}", sent, digest or {})
 
     def begin_pass(self, noise: PassNoise) -> None:
         """Start a pass under `noise`. Raises ModelError if vLLM's model does not support the noise."""
         self.call_workers("aqnpipe_begin_pass", noise.model_dump(mode="json"))
-        self._noise, self._min_forwards, self._longest_batch = noise, 0, 0
-        self._noises_operators = noise.operator_noise_in(noise.phase) is not None
+        self._noise = noise
+        self._begin(noise)
 
     def begin_rollout(self, noise: RolloutNoise) -> None:
         """Start a rollout under `noise`, a pass of one batch. Raises ModelError if vLLM's model does not support it."""
         self.call_workers("aqnpipe_begin_rollout", noise.model_dump(mode="json"))
         # A failed pass may not have ended; the rollout is no part of it.
-        self._noise, self._min_forwards, self._longest_batch = None, 0, 0
+        self._noise = None
+        self._begin(noise)
+
+    def _begin(self, noise: PassNoise) -> None:
+        self._min_forwards = self._longest_batch = 0
         self._noises_operators = noise.operator_noise_in(noise.phase) is not None
+        self._is_clean, self._must_replay = noise.is_clean, False
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: NoiseKey | None = None
@@ -226,6 +251,9 @@ class VllmEngine:
         longest = max(len(output.outputs[0].token_ids) for output in outputs)
         self._min_forwards += longest
         self._longest_batch = max(self._longest_batch, longest)
+        # Where all prompts are read in the first pass, every other one has a token of each row: those have graphs.
+        together = len(prompts) <= self._batch_size and sum(map(len, prompts)) <= self._batch_tokens
+        self._must_replay |= self._cuda_graphs and self._is_clean and together and longest > 1
         return outputs
 
     def end_pass(self) -> PassMeasurements:
@@ -238,7 +266,7 @@ class VllmEngine:
             raise RuntimeError("no pass has begun; this is a bug")
         replies = self.call_workers("aqnpipe_end_pass")
         recorder = noise.recorder(self._num_layers, self._workers[0]["num_norms"])
-        workers = checked_measurements(replies, len(self._workers), self._min_forwards, self._audited_forwards)
+        workers = self._checked(replies)
         merged = merged_workers(workers, shares_of(replies), recorder)
         return PassMeasurements(self._num_layers, self._workers[0]["num_norms"], (merged,))
 
@@ -248,7 +276,7 @@ class VllmEngine:
         Raises ReceiptError if the measurements of a worker are missing or do not cover all forward passes.
         """
         replies = self.call_workers("aqnpipe_end_pass")
-        (worker,) = checked_measurements(replies, len(self._workers), self._min_forwards, self._audited_forwards)
+        (worker,) = self._checked(replies)
         return worker.state, tuple(ActiveFaultState(**state) for state in replies[0]["fault_states"])
 
     def fall_asleep(self) -> None:
@@ -259,9 +287,10 @@ class VllmEngine:
         """Allocate that memory again."""
         self._llm.wake_up(tags=[what])
 
-    @property
-    def _audited_forwards(self) -> int:
-        return self._longest_batch if self._noises_operators else 0
+    def _checked(self, replies: Sequence[Mapping[str, Any]]) -> list[WorkerMeasurements]:
+        audited = self._longest_batch if self._noises_operators else 0
+        number, forwards = len(self._workers), self._min_forwards
+        return checked_measurements(replies, number, forwards, audited, must_replay=self._must_replay)
 
     def close(self) -> None:
         """End the processes of the engine."""
@@ -317,7 +346,7 @@ class VllmEngine:
     def call_workers(self, method: str, *args: object) -> list[Mapping[str, Any]]:
         """Call a method of the worker extension on every worker; arguments and replies are plain data.
 
-        Raises ModelError, ReceiptError or LostPeerError for what a worker reports in one line.
+        Raises ModelError or ReceiptError for what a worker reports in one line.
         """
         replies: list[Mapping[str, Any]] = self._llm.collective_rpc(method, args=args)
         for reply in replies:
@@ -325,8 +354,6 @@ class VllmEngine:
                 raise ModelError(reply["model_error"])
             if "receipt_error" in reply:
                 raise ReceiptError(reply["receipt_error"])
-            if "lost_peer" in reply:
-                raise LostPeerError(reply["lost_peer"])
         return replies
 
     def _check_invariance(self, requested: bool | None) -> None:
@@ -351,8 +378,13 @@ class VllmEngine:
                     "transformers' code on its own attention, which gave other responses (GPT-NeoX); "
                     "generation.backend: transformers runs without vLLM"
                 )
-            if not worker["enforce_eager"]:
+            if worker["compiles"]:
                 raise ReceiptError(f"{label} compiles the model; noise needs enforce_eager")
+            if bool(worker["cuda_graphs"]) is not self._cuda_graphs:
+                raise ReceiptError(
+                    f"{label} captured {worker['cuda_graphs']} CUDA graphs, generation.cuda_graphs: "
+                    f"{str(self._cuda_graphs).lower()} was requested"
+                )
             if not worker["num_workers"] == worker["tensor_parallel"] == tensor_parallel:
                 raise ModelError(f"{label}: expected {tensor_parallel} workers, which share every layer")
             if worker["num_layers"] != num_layers:

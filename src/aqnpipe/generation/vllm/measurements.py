@@ -11,13 +11,19 @@ from aqnpipe.noise.receipts.receipt_content import RecorderState
 
 
 def checked_measurements(
-    replies: Sequence[Mapping[str, Any]], num_workers: int, min_forwards: int, audited_forwards: int
+    replies: Sequence[Mapping[str, Any]],
+    num_workers: int,
+    min_forwards: int,
+    audited_forwards: int,
+    *,
+    must_replay: bool = False,
 ) -> list[WorkerMeasurements]:
     """Return the measurements of each worker, by rank.
 
     `min_forwards`: the forward passes that the responses took at least. `audited_forwards`: those of the longest batch
-    if operator noise was requested, else 0; a batch whose prompts alone were read took one. Raises ReceiptError if the
-    measurements of a worker are missing, do not cover all forward passes, or have operator noise that was not audited.
+    if operator noise was requested, else 0; a batch whose prompts alone were read took one. `must_replay`:
+    CUDA graphs were requested, and some passes were steps that have them. Raises ReceiptError if the measurements of a
+    worker are missing, do not cover all forward passes, or have operator noise that was not audited.
     """
     ranks = sorted(reply["rank"] for reply in replies)
     if ranks != list(range(num_workers)):
@@ -29,6 +35,11 @@ def checked_measurements(
             raise ReceiptError(
                 f"receipt refused: vLLM's {worker.label} measured {forwards} forward passes, the responses took at "
                 f"least {min_forwards}"
+            )
+        if must_replay and not any(phase.graph_replays for phase in worker.state.phases):
+            raise ReceiptError(
+                f"receipt refused: vLLM's {worker.label} replayed no CUDA graph in {forwards} forward passes, which "
+                "generation.cuda_graphs requests"
             )
         _check_audit(worker, audited_forwards)
     return workers

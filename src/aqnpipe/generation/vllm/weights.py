@@ -1,28 +1,25 @@
-"""Weights on their way from a trainer to vLLM's workers: one copy per node in sealed memory, compared bit for bit.
+"""Weights on their way from a trainer to its worker of vLLM, and the proof that they arrived.
 
-Of the workers on a node, the first writes its weights. Each worker then compares the sealed memory with its own
-policy, and its engine compares what it holds with the sealed memory. An engine thus has the weights of its own worker's
-policy, although another worker may have written them.
+They pass through a buffer (`weight_buffer`), some at a time. That the engine computes with them does not rest on the
+buffer, nor on when it was written and read: when all are loaded, the worker returns a digest of every parameter that it
+holds, and the trainer compares them with digests of its own policy's weights. A random key, drawn for each sync, makes
+answers from another sync differ.
 """
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
-from aqnpipe.errors import ModelError, ReceiptError
+from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.vllm.modules import EngineModel
-from aqnpipe.generation.vllm.sealed_memory import Sealed, SealedMemory, read_sealed
 from aqnpipe.models.layout import rms_norms, weight_of
-from aqnpipe.models.shares import same_bits
 
-Exchange = Callable[[Any], list[Any]]
-"""Returns the argument of every worker, by rank; a collective operation."""
+BUFFER_BYTES = 1 << 28  # Weights of this size are sent together; a larger one alone.
+
+_CHUNK = 1 << 20
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def for_engine(
@@ -36,84 +33,70 @@ def for_engine(
         yield name, tensor.detach().to(tensor.dtype if name in norms else dtype)
 
 
-def refuse_without_room(num_bytes: int) -> None:
-    """Raise ModelError if this node has not `num_bytes` of free memory, for one copy of the weights."""
-    available = psutil.virtual_memory().available
-    if num_bytes > available:
-        raise ModelError(
-            f"rollouts by vLLM: a copy of the weights takes {num_bytes / 1e9:.1f} GB, {available / 1e9:.1f} GB of this "
-            "node's memory are free; generation.rollout_backend: transformers needs none"
-        )
+def in_buffers(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield `weights` in lists of at most `BUFFER_BYTES`, or of one weight."""
+    found: list[tuple[str, Tensor]] = []
+    for each in weights:
+        if found and sum(tensor.nbytes for _, tensor in (*found, each)) > BUFFER_BYTES:
+            yield found
+            found = []
+        found.append(each)
+    if found:
+        yield found
 
 
-@contextmanager
-def shared_weights(weights: Callable[[], Iterable[tuple[str, Tensor]]], exchange: Exchange) -> Iterator[Sealed]:
-    """Yield the sealed memory with the weights of this node, for the body to load; a collective operation.
-
-    `weights` returns them anew at each call: they are written in a first pass, and compared in a second. Raises
-    ReceiptError if those of this worker differ from what was written.
-    """
-    own = (_node(), os.getpid())
-    writer = next(worker for worker in exchange(own) if worker[0] == own[0])
-    with ExitStack() as stack:
-        memory = stack.enter_context(SealedMemory()) if writer == own else None
-        for name, tensor in weights():
-            if memory is not None:
-                memory.add(name, tensor)
-        sealed = dict(exchange((own, memory.seal() if memory is not None else None)))[writer]
-        _refuse_other_weights(weights(), sealed)
-        yield sealed
-        # The memory is freed when all engines of the node have loaded it.
-        exchange(None)
-
-
-def load_sent_weights(engine: EngineModel, sealed: Sealed) -> None:
-    """Load sealed weights into a worker's model, and compare every parameter of it with them, bit for bit.
-
-    Raises what `read_sealed` raises, and ReceiptError if any parameter differs.
-    """
-    sent = read_sealed(sealed)
+def load_sent(engine: EngineModel, sent: Mapping[str, Tensor]) -> None:
+    """Load weights into a worker's model; norms take the format of those sent."""
     for name, norm in rms_norms(engine.model, "all_norms").items():
         weight = weight_of(norm)
         if f"{name}.weight" in sent:
             weight.data = weight.data.to(sent[f"{name}.weight"].dtype)
     with torch.no_grad():
         engine.model.load_weights(sent.items())  # type: ignore[operator] # every vLLM model has this method
-    # Read again: loading may have changed the tensors that it was given. What it changed is freed first.
-    del sent
-    sent, held = read_sealed(sealed), engine.weights()
-    model = f"vLLM's {type(engine.model).__name__}"
+    if any(tensor.is_cuda for tensor in sent.values()):
+        # The trainer frees the memory when this process has answered.
+        torch.accelerator.synchronize()
+
+
+class Digests:
+    """Digests of tensors under a key: of the bits, number format and shape, equal on every device.
+
+    The bits are words of an integer format, and the digest is their sum, each times a random number, modulo 2^64: a
+    multilinear hash (Lemire and Kaser, arXiv:1202.4961), of chunks and then of chunks' sums. It misses a difference
+    with a probability of about 2^-32.
+
+    >>> digests, values = Digests(1), torch.tensor([0.0, float("nan")])
+    >>> [digests.of(values) == each for each in (Digests(1).of(values), digests.of(-values), Digests(2).of(values))]
+    [True, False, False]
+    """
+
+    def __init__(self, key: int) -> None:
+        self._factors = torch.empty(_CHUNK, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(key))
+
+    def of(self, tensor: Tensor) -> str:
+        """Return the digest of a tensor."""
+        content = tensor.detach()
+        if content.device.type not in ("cpu", "cuda"):
+            content = content.cpu()  # Whether integers of an NPU wrap around was not tried.
+        words = content.contiguous().reshape(-1).view(_WORDS[content.element_size()])
+        factors = self._factors = self._factors.to(words.device)
+        total = torch.zeros((), dtype=torch.int64, device=words.device)
+        for number, chunk in enumerate(words.split(_CHUNK)):
+            total += (chunk.long() * factors[: len(chunk)]).sum() * (factors[number] | 1)
+        return f"{content.dtype} {list(content.shape)} {int(total)}"
+
+
+def refuse_other_weights(model: str, sent: Mapping[str, str], held: Mapping[str, Any]) -> None:
+    """Raise ReceiptError unless the digests of what an engine holds are those of what the trainer sent."""
     differing = sorted(sent.keys() ^ held.keys())
     if differing:
         raise ReceiptError(
             f"weight sync: {model} has {len(held)} parameters, the trainer sent {len(sent)}; on one side only: "
             f"{', '.join(differing[:3])}"
         )
-    stale = [name for name, tensor in sent.items() if not _is_same(tensor, held[name])]
+    stale = [name for name, digest in sent.items() if held[name] != digest]
     if stale:
         raise ReceiptError(
             f"weight sync: {len(stale)} of {len(sent)} parameters of {model} differ from those that the trainer sent: "
             f"{', '.join(stale[:3])}"
         )
-
-
-def _refuse_other_weights(weights: Iterable[tuple[str, Tensor]], sealed: Sealed) -> None:
-    """Raise ReceiptError unless `weights` are those in sealed memory, all of them and bit for bit."""
-    sent = read_sealed(sealed)
-    differing = [name for name, tensor in weights if name not in sent or not _is_same(sent.pop(name), tensor)]
-    if differing or sent:
-        raise ReceiptError(
-            "weight sync: the weights written for the engines of this node are not those of this worker's policy: "
-            f"{', '.join([*differing, *sent][:3])}"
-        )
-
-
-def _is_same(sent: Tensor, held: Tensor) -> bool:
-    return same_bits(sent.to(held.device), held)
-
-
-def _node() -> str:
-    """Return what processes that can open each other's memory have in common: machine, process ids, and user."""
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "user"))
-    return " ".join(map(str, (machine, *namespaces, os.getuid())))

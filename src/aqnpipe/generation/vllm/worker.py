@@ -1,25 +1,25 @@
 """Methods for vLLM's worker processes: vLLM adds them to its Worker class, and the engine calls them by name.
 
 Arguments and results are plain data, so that nothing is pickled. A user's mistake is returned as
-`{"model_error": "one line"}`, weights that were not loaded as `{"receipt_error": "one line"}`, and a writer of weights
-that has ended as `{"lost_peer": "one line"}`. Any other exception is a bug and fails the call.
+`{"model_error": "one line"}`, weights that cannot be used as `{"receipt_error": "one line"}`. Any other exception is a
+bug and fails the call.
 """
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from aqnpipe.errors import AqnpipeError, LostPeerError, ModelError, ReceiptError
+from aqnpipe.errors import AqnpipeError, ModelError, ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise
+from aqnpipe.generation.vllm.graphs import WorkerGraphs
 from aqnpipe.generation.vllm.injection import check_noise_is_supported, engine_noise
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.plugin import version_in_this_process
-from aqnpipe.generation.vllm.sealed_memory import Sealed
-from aqnpipe.generation.vllm.weights import load_sent_weights
+from aqnpipe.generation.vllm.weight_buffer import opened
+from aqnpipe.generation.vllm.weights import Digests, load_sent
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import num_rms_norms
 from aqnpipe.noise.aqn import noised_rollout
@@ -40,8 +40,10 @@ _NO_TRAINING = {"model_error": "rollouts on tensor-parallel engines are not supp
 class _WorkerPass:
     """One pass on one worker: its noise and faults, the recorder, and the hooks of the current batch."""
 
-    def __init__(self, engine: EngineModel, noise: PassNoise) -> None:
+    def __init__(self, engine: EngineModel, noise: PassNoise, graphs: WorkerGraphs | None) -> None:
         self.engine = engine
+        self.graphs = graphs
+        self._step = 0
         self.noise = noise
         self.faults = noise.active_faults()
         self.recorder: ReceiptRecorder = noise.recorder(len(engine.layers), num_rms_norms(engine.model))
@@ -51,9 +53,12 @@ class _WorkerPass:
         self.shards: dict[str, set[Shard]] = {}
         self._batch_shards: Mapping[str, set[Shard]] = {}
 
-    def begin_batch(self, hooks: ExitStack, shards: Mapping[str, set[Shard]]) -> None:
+    def begin_batch(self, hooks: ExitStack, shards: Mapping[str, set[Shard]], step: int) -> None:
         """Note the hooks of a batch, and where its tensor-parallel shares will be found."""
-        self.batch, self._batch_shards = hooks, shards
+        self.batch, self._batch_shards, self._step = hooks, shards, step
+        if self.graphs is not None:
+            self.graphs.replays = 0
+            self.graphs.allow(self.noise.is_clean)
 
     def measured(self, rank: int, num_workers: int) -> dict[str, Any]:
         """Return what this worker measured so far, as plain data; between batches."""
@@ -69,6 +74,9 @@ class _WorkerPass:
         if self.batch is not None:
             batch, self.batch = self.batch, None
             batch.close()
+            if self.graphs is not None:
+                self.graphs.allow(False)
+                self.recorder.count_replays(self.noise.phase, self._step, self.graphs.replays)
             for operator, shards in self._batch_shards.items():
                 self.shards[operator] = self.shards.get(operator, set()) | shards
 
@@ -77,10 +85,12 @@ class NoiseExtension:
     """Mixin for vLLM's worker (`worker_extension_cls`); `self` is the worker."""
 
     _aqnpipe_pass: _WorkerPass
+    _aqnpipe_graphs: WorkerGraphs | None = None
 
     def aqnpipe_describe(self: Any) -> dict[str, Any]:
         """Return the rank, process and model of this worker, and the version of the plugin that prepared it."""
         model = self.get_model()
+        self._aqnpipe_graphs = WorkerGraphs(self.model_runner)
         return {
             "rank": self.rank,
             "num_workers": self.parallel_config.world_size,
@@ -88,25 +98,33 @@ class NoiseExtension:
             "process": os.getpid(),
             "plugin": version_in_this_process(),
             "enforce_eager": bool(self.model_config.enforce_eager),
+            "compiles": bool(self.vllm_config.compilation_config.mode),
+            "cuda_graphs": self._aqnpipe_graphs.number,
             "batch_invariant": is_batch_invariant(),
             "model": type(model).__name__,
             "num_layers": len(EngineModel(model).layers),
             "num_norms": num_rms_norms(model),
         }
 
-    def aqnpipe_load_weights(self: Any, path: str, token: str) -> dict[str, Any]:
-        """Load the weights in the sealed memory at `path`, which must end with `token`; return the token."""
+    def aqnpipe_load_weights(self: Any, shared: Sequence[Any], index: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Load the weights in the trainer's buffer (see `WeightBuffer`)."""
         if self.parallel_config.tensor_parallel_size > 1:
             return _NO_TRAINING
         try:
-            load_sent_weights(EngineModel(self.get_model()), Sealed(Path(path), token))
-        except ReceiptError as error:
-            return {"receipt_error": str(error)}
+            load_sent(EngineModel(self.get_model()), opened(shared, index, self.device))
+            if self._aqnpipe_graphs is not None:
+                self._aqnpipe_graphs.refuse_moved(self.get_model())
         except ModelError as error:
             return {"model_error": str(error)}
-        except LostPeerError as error:
-            return {"lost_peer": str(error)}
-        return {"token": token}
+        except ReceiptError as error:
+            return {"receipt_error": str(error)}
+        return {}
+
+    def aqnpipe_digests(self: Any, key: int) -> dict[str, Any]:
+        """Return the digest of every parameter that this worker holds, under `key`."""
+        digests = Digests(key)
+        held = EngineModel(self.get_model()).weights()
+        return {"digests": {name: digests.of(weight) for name, weight in held.items()}}
 
     def aqnpipe_begin_pass(self: Any, noise: dict[str, Any]) -> dict[str, Any]:
         """Start a pass under `noise` (`PassNoise` as plain data)."""
@@ -124,7 +142,7 @@ class NoiseExtension:
             check_noise_is_supported(engine, noise)
         except AqnpipeError as error:
             return {"model_error": str(error)}
-        self._aqnpipe_pass = _WorkerPass(engine, noise)
+        self._aqnpipe_pass = _WorkerPass(engine, noise, self._aqnpipe_graphs)
         return {}
 
     def aqnpipe_begin_batch(self: Any, key: dict[str, int]) -> dict[str, Any]:
@@ -151,7 +169,7 @@ class NoiseExtension:
                 )
             except AqnpipeError as error:
                 return {"model_error": str(error)}
-            current.begin_batch(stack.pop_all(), shards)
+            current.begin_batch(stack.pop_all(), shards, noise_key.step)
         return {}
 
     def aqnpipe_end_batch(self: Any) -> dict[str, Any]:

@@ -255,7 +255,11 @@ def _audit_problems(receipt: ReceiptContent) -> list[str]:
         ]
         if len(found) > _LISTED_CONTRADICTIONS:
             problems.append(f"{record.phase}: {len(found) - _LISTED_CONTRADICTIONS} more contradictions")
-        if not _has_noised_parts(receipt, record.phase):
+        has_noise = _has_noised_parts(receipt, record.phase)
+        if record.graph_replays and (has_noise or receipt.aqn or receipt.faults):
+            which = f"{record.graph_replays} of {record.passes} passes"
+            problems.append(f"{record.phase}: {which} replayed CUDA graphs, which have neither noise nor faults")
+        if not has_noise:
             continue
         if not record.audited_passes:
             problems.append(f"{record.phase}: none of its {record.passes} passes was audited")

@@ -78,6 +78,11 @@ class ReceiptRecorder:
         self.add("backward", step, passes=1, noised_parts=len(self._noised_in_backward))
         self._noised_in_backward.clear()
 
+    def count_replays(self, phase: Phase, step: int, number: int) -> None:
+        """Note passes of the model that were replayed from CUDA graphs."""
+        if number:
+            self.add(phase, None if phase == "evaluation" else step, passes=number, graph_replays=number)
+
     def settle(self) -> None:
         """Sum the kept tensors, so that memory stays constant over a long run."""
         pending, self._pending = self._pending, []

@@ -38,7 +38,8 @@ class Row:
 
     - Passes, by step. `sequences` were read from their first token on without gradients, `trained_sequences` with
       gradients; None where an engine does not say. `noised_parts` counts, over all passes, the layers (and output
-      projection) with an error. `formats`: the number formats. A required row has 1 pass where some are due.
+      projection) with an error. `formats`: the number formats. `graph_replays`: passes that were replayed from CUDA
+      graphs, without noise, faults and audit. A required row has 1 pass where some are due.
     - Phases. `flops` of one forward, computed from shapes, summed over workers or batches, `noised_flops` of results
       with operator noise. `gradients`: the parts (layers, then output projection) whose inputs needed a gradient; None
       without a backward pass. `modules` with noise. `norms_checked`: how often norm weights were compared with the
@@ -65,6 +66,7 @@ class Row:
     operator: str = ""
     error: AppliedError | None = None
     passes: int = 0
+    graph_replays: int = 0
     gradient_passes: int = 0
     sequences: int | None = None
     trained_sequences: int = 0
