@@ -2,6 +2,7 @@
 
 import http.client
 import re
+import shutil
 import socket
 import stat
 import threading
@@ -24,6 +25,7 @@ from aqnpipe.errors import ConfigError, DataError
 from aqnpipe.report import responses
 from aqnpipe.report.responses import Responses, differing
 
+ODD = ("seed0/step" + "9" * 200, "seed\u0663/step1", "seed0/stepx")
 HOSTILE = "<script>alert(1)</script>\u202e needle"
 
 
@@ -334,3 +336,16 @@ def test_the_study_s_scorer_and_the_names_of_its_noises_are_those_of_its_records
     assert responses.primary_scorer == column
     assert responses.name_of(column) == (scorer if column == "own" else column)
     assert responses.noise_names() == {1.0: "fp4", 2.0: "bias"}
+
+
+def test_files_with_odd_numbers_in_their_names_are_no_evaluations(results, tmp_path):
+    """A number of 200 digits was an error of polars, and other digits than 0 to 9 name other files than they look."""
+    folder = tmp_path / "results"
+    shutil.copytree(results, folder)
+    table = next((folder / "eval").rglob("step*.parquet"))
+    for name in ODD:
+        place = table.parents[1] / f"{name}.parquet"
+        place.parent.mkdir(exist_ok=True)
+        shutil.copy(table, place)
+    assert len(Responses(folder).checkpoints) == len(Responses(results).checkpoints)
+    assert Responses(folder).levels == Responses(results).levels
