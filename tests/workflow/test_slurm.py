@@ -134,8 +134,9 @@ class Run:
         return json.loads((self.folder / RESULTS / "scratch" / "base_baseline_seed0" / "lock").read_text())["pid"]
 
     def training_again(self, ended):
-        """As `training`, once another process than `ended` trains; until then its log is there and says it does."""
-        return self.training() if self.trainer() != ended else None
+        """As `training`, once another process than `ended` has resumed; until then the log and points are old."""
+        has_resumed = self.trainer() != ended and "resuming after step" in self.train_log()
+        return self.training() if has_resumed else None
 
     def train_log(self):
         path = self.folder / RESULTS / "logs" / "train" / "base_baseline_seed0.log"
