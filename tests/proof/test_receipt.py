@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 from aqnpipe.config.noise import MantissaTruncation, RelativeGaussian
 from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.audit.random_numbers import Draws
+from aqnpipe.proof.comparison import compare
 from aqnpipe.proof.receipt import Cell, MachineReceipt, Requested, Seen, described
+from aqnpipe.proof.recompute import Sampled
 
 CELL = Cell("forward", "layers.0", "mm", "float32")
 
@@ -42,6 +46,20 @@ def test_parts_of_a_cell_add_up():
     # Slope 1/2; residual 6 - 4/4 = 5 over 31 and 4: sqrt(5 / 31 / 4).
     assert seen.size == 0.5
     assert seen.size_error == pytest.approx((5 / 31 / 4) ** 0.5)
+
+
+@pytest.mark.parametrize(("scale", "is_hidden"), [(1e-4, True), (0.05, False)])
+def test_what_rounding_hides_of_an_error_is_no_other_size(scale, is_hidden):
+    """Attention in bfloat16 whose one key has all the weight returns that key's value: 1e-4 of it is lost."""
+    rng = np.random.default_rng(0)
+    exact = torch.from_numpy(rng.standard_normal(256)).bfloat16().double().numpy()
+    sampled = Sampled(np.arange(256), exact, np.abs(exact) * 2.0**-8, exact)
+    seen = compare(sampled, RelativeGaussian(scale=scale), Draws.of(1, 0, 0), torch.bfloat16)
+    made = receipt()
+    made.add(Cell("forward", "layers.0", "_scaled_dot_product_flash_attention", "bfloat16"), seen)
+    found = list(made.wrong_values("forward"))
+    assert seen.size == pytest.approx(0.0)
+    assert bool(found) is not is_hidden
 
 
 @pytest.mark.parametrize(

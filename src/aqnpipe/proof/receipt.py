@@ -40,9 +40,9 @@ class Seen:
     `products` the audit saw; of `recomputed` elements `wrong` are not those of the requested error, and the largest
     deviation is a multiple of what rounding explains. `found_expected` and its neighbours are sums of products of the
     found error (what was found less the exact value) and the expected one; relative errors are divided by the value, so
-    that no large element decides alone. `error_squared` is that of a user's own error, in the quantity that was
-    announced. `compared`: elements of which no error was requested, compared with the exact ones; `largest_difference`
-    is the largest that rounding does not explain.
+    that no large element decides alone. `rounding_squared`: of what rounding may have hidden. `error_squared` is that
+    of a user's own error, in the quantity that was announced. `compared`: elements of which no error was requested,
+    compared with the exact ones; `largest_difference` is the largest that rounding does not explain.
     """
 
     products: int = 0
@@ -52,6 +52,7 @@ class Seen:
     found_expected: float = 0.0
     expected_squared: float = 0.0
     found_squared: float = 0.0
+    rounding_squared: float = 0.0
     error_squared: float = 0.0
     compared: int = 0
     largest_difference: float = 0.0
@@ -69,10 +70,10 @@ class Seen:
 
     @property
     def size_error(self) -> float:
-        """Standard error of `size`, from what the requested error does not explain."""
+        """Standard error of `size`, from what the requested error does not explain, and rounding may hide."""
         if not self.recomputed or self.expected_squared <= 0:
             return math.inf
-        rest = max(self.found_squared - self.found_expected**2 / self.expected_squared, 0.0)
+        rest = max(self.found_squared - self.found_expected**2 / self.expected_squared, self.rounding_squared)
         return math.sqrt(rest / max(self.recomputed - 1, 1) / self.expected_squared)
 
 
