@@ -401,8 +401,8 @@ def test_a_file_has_no_training_questions(tmp_path):
 def test_the_command_line_reads_the_keys_of_a_data_set_from_a_file(tmp_path):
     described = tmp_path / "data.yaml"
     described.write_text("dataset: {source: local, path: ./own, question_column: prompt, answer_format: boxed}\n")
-    config = dataset_of(str(described), 7)
+    config = dataset_of(str(described), 7, trust_code=False)
     assert (config.question_column, config.answer_format, config.num_test) == ("prompt", "boxed", 7)
     described.write_text("dataset: {source: local, path: ./own, question_colum: prompt}\n")
     with pytest.raises(AqnpipeError, match=r"question_colum: unknown key \(did you mean question_column\?\)"):
-        dataset_of(str(described), None)
+        dataset_of(str(described), None, trust_code=False)

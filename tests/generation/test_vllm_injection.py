@@ -413,7 +413,7 @@ def test_an_exception_ends_the_observation():
     failing = engine.layers[1].module.mlp.down_proj.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), engine_noise(engine, noise, KEY, recorder, noise.active_faults()):
         generate(engine, 1)
-    assert not recorder.audited_kinds("evaluation")
+    assert not recorder.seen("evaluation", "audited_whole").audited_whole
     assert _get_current_dispatch_mode() is None
     failing.remove()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in engine.model.modules())
