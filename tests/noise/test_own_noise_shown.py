@@ -66,15 +66,15 @@ def test_the_example_package_is_installed_and_found(tmp_path):
         command = [sys.executable, "-c", call, *arguments]
         return subprocess.run(command, cwd=study, capture_output=True, text=True, timeout=300, check=False)
 
-    checked = aqnpipe("check", "study.yaml")
+    checked = aqnpipe("check", "--trust-code", "study.yaml")
     assert checked.returncode == 0, checked.stderr
-    measured = aqnpipe("measure-noise", "tiny", "--arms", "arms.yaml", "--arm", "lognormal")
+    measured = aqnpipe("measure-noise", "tiny", "--trust-code", "--arms", "arms.yaml", "--arm", "lognormal")
     assert measured.returncode == 0, measured.stderr
     assert "every phase has what was requested" in measured.stdout
     content = yaml.safe_load((study / "arms.yaml").read_text())
     content["arms"]["lognormal"]["operator_noise"]["error"]["function"] = "example_noise.errors:log_normal"
     (study / "arms.yaml").write_text(yaml.safe_dump(content))
-    refused = aqnpipe("check", "study.yaml")
+    refused = aqnpipe("check", "--trust-code", "study.yaml")
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
     assert "arms.lognormal.operator_noise.error: example_noise.errors:log_normal: " in refused.stderr
