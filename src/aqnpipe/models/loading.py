@@ -46,8 +46,8 @@ _TEXTS = frozenset({".json", ".jinja", ".txt"})
 """Endings of the files that transformers reads beside weights."""
 _FREE_TEXT = (TEMPLATE_FILE, "merges.txt")
 """Files that are copied whatever they contain."""
-# Tokenizer classes that use tokenizer.json unchanged.
 _TRIED_TEXT = "Anna has 12 red apples and buys 3 more.\n"
+# Tokenizer classes that use tokenizer.json unchanged.
 _VERBATIM_TOKENIZERS = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
 
 

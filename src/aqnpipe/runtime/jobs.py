@@ -83,9 +83,8 @@ def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
 def _end_with_a_line(number: int, frame: FrameType | None) -> None:
     """End the job as SIGTERM does, but with the reason in its log."""
     with suppress(OSError):
-        os.write(
-            sys.stdout.fileno(), f"ERROR: {STOPPED}\n".encode()
-        )  # not by `print`, which the signal may have interrupted
+        # Not by `print`, which the signal may have interrupted.
+        os.write(sys.stdout.fileno(), f"ERROR: {STOPPED}\n".encode())
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
