@@ -143,7 +143,7 @@ def _share_of(receipt: Receipt) -> float:
 def _share_of_gradients(receipt: Receipt) -> float:
     """Return the share of the products of the backward pass that have noise."""
     record = next(record for record in receipt.phases if record.phase == "backward")
-    return record.calls / (record.calls + sum(record.escaped.values()))
+    return record.calls / (record.calls + record.escaped)
 
 
 def _decode(model: PreTrainedModel, arm: Arm, tokens: Tensor) -> tuple[float, float]:
