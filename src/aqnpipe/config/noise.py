@@ -28,10 +28,38 @@ LayerIndex = Annotated[int, Field(ge=0)]
 
 
 class RelativeGaussian(FrozenModel):
-    """`y' = y + s*|y|*z`, with a new z ~ N(0, 1) for every element of every call."""
+    """`y' = y + s*|y|*z`, with a new z ~ N(0, 1) for every element of every call, or of every product of operands."""
 
     kind: Literal["relative_gaussian"] = "relative_gaussian"
     scale: float = Field(ge=0, lt=1, description="s, the relative standard deviation; 0.05 is 5 %")
+    redraw: Literal["always", "never"] = Field(
+        default="always",
+        exclude_if=lambda redraw: redraw == "always",
+        description="always: new noise in every call. never: a fixed machine, which makes the same error whenever it "
+        "multiplies the same row with the same column",
+    )
+    machine: int | None = Field(
+        default=None,
+        ge=0,
+        exclude_if=lambda machine: machine is None,
+        description="with redraw: never, the number of the machine, which is the same in all runs and evaluations; "
+        "null: another one for each seed of a training and each noise seed of an evaluation",
+    )
+
+    @model_validator(mode="after")
+    def _machine_is_fixed(self) -> Self:
+        if self.machine is not None and not self.is_fixed:
+            raise ValueError(f"machine: found {self.machine}, which needs redraw: never")
+        return self
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether the same operands have the same error."""
+        return self.redraw == "never"
+
+    def key_of_machine(self, seed: int, stream: str) -> tuple[int, str]:
+        """Return seed and stream of the key of a fixed machine, from those of a run or an evaluation pass."""
+        return (seed, stream) if self.machine is None else (self.machine, MACHINE)
 
 
 class AbsoluteGaussian(FrozenModel):
@@ -118,6 +146,20 @@ def is_active(error: ErrorModel) -> bool:
     return not isinstance(error, ScaledError) or error.scale > 0
 
 
+def is_fixed(error: ErrorModel | PlacedError | AppliedError | None) -> bool:
+    """Return whether `error` is that of a fixed machine: the same for the same operands of a product."""
+    return isinstance(error, RelativeGaussian) and error.is_fixed
+
+
+MACHINE = "machine"
+"""Stream of the key of a fixed machine that has a number, or that no study uses."""
+
+
+def machine_stream(phase: Phase) -> str:
+    """Return the stream of the key of the fixed machine of a phase: training and evaluations are on different ones."""
+    return f"{MACHINE}.{'evaluation' if phase == 'evaluation' else 'training'}"
+
+
 def quantity_of(error: AppliedError) -> Quantity:
     """Return the quantity that measures the size of `error`."""
     match error:
@@ -201,6 +243,11 @@ class OperatorNoise(FrozenModel):
             raise ValueError(f"layer_scales: {self.error.kind} has no scale")
         if isinstance(self.error, RelativeGaussian) and any(scale >= 1 for scale in self.layer_scales.values()):
             raise ValueError("layer_scales: expected relative scales below 1")
+        if is_fixed(self.error) and (self.operators != "matmul" or self.attention == "fused"):
+            raise ValueError(
+                "error.redraw is never, which needs the operands of each product: found operators "
+                f"{self.operators} and attention {self.attention}, expected matmul and decomposed"
+            )
         unknown = set(self.layer_scales) - set(self.layers) if self.layers is not None else set()
         if unknown:
             raise ValueError(f"layer_scales: layers {sorted(unknown)} are not among the noised layers")
@@ -283,6 +330,8 @@ class ModuleNoise(FrozenModel):
     def _settings_agree(self) -> Self:
         if "backward" in self.phases:
             raise ValueError("phases has backward, which module noise does not support")
+        if is_fixed(self.error):
+            raise ValueError("error.redraw is never, but a module has no operands of a product, expected always")
         if self.modules == ():
             raise ValueError("modules is empty, expected a scope or at least one pattern")
         return self

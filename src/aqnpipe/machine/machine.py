@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 from aqnpipe.config.measured_noise import LayerErrors
-from aqnpipe.config.noise import AppliedError, FakeQuantization, MeasuredError, PlacedError
+from aqnpipe.config.noise import (
+    MACHINE,
+    AppliedError,
+    FakeQuantization,
+    MeasuredError,
+    PlacedError,
+    RelativeGaussian,
+    is_fixed,
+)
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
@@ -27,6 +35,7 @@ from aqnpipe.machine.quantized import QuantizedOperands, mark_weights
 from aqnpipe.models.layout import is_norm, is_rms_norm
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.fixed import add_fixed_gaussian_
 from aqnpipe.noise.kernels.measured import root_mean_squares
 from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
 from aqnpipe.noise.kernels.stream import NoiseStream
@@ -54,7 +63,7 @@ class Request(NamedTuple):
     and norms within the parts have the error too. `errors`: the error of each part that has one, in place of `parts`.
     Without an `error` nothing is replaced. `results`: modules that compute one operator as a whole, with its name, such
     as attention in an inference engine. `shards` returns which columns of the whole this tensor-parallel worker has of
-    the result that gets an error now; None if it has all.
+    the result that gets an error now; None if it has all. `machine`: stream of the key of a fixed machine.
     """
 
     error: AppliedError | MeasuredError | None
@@ -68,6 +77,7 @@ class Request(NamedTuple):
     errors: Mapping[int, PlacedError] | None = None
     results: Mapping[nn.Module, str] = {}
     shards: Callable[[], Sequence[Shard] | None] | None = None
+    machine: str = MACHINE
 
     def error_at(self, part: int) -> PlacedError | None:
         """Return the error of a part; None if it has none."""
@@ -118,6 +128,7 @@ class _Plan(NamedTuple):
     noised: tuple[str, str, str]
     may_be_outer: bool
     is_softmax: bool
+    is_fixed: bool
 
 
 class _Off(threading.local):
@@ -314,7 +325,9 @@ class Machine:
         values = result.detach() if result.requires_grad else result
         changed = None
         shards = None if self.request.shards is None else self.request.shards()
-        if shards is not None:
+        if plan.is_fixed:
+            self._apply_fixed(operator, values, error, factors)
+        elif shards is not None:
             apply_error_to_shards_(values, shards, error, source)
         elif type(error) is OwnError:
             changed = self._apply_own(plan.phase, operator, values, error, source)
@@ -338,8 +351,19 @@ class Machine:
             (phase, operator, "noised"),
             is_outside and not is_gradient,
             operator in SOFTMAX,
+            is_fixed(error),
         )
         return found
+
+    def _apply_fixed(self, operator: str, values: Tensor, error: RelativeGaussian, factors: tuple[Tensor, ...]) -> None:
+        """Put the error of a fixed machine on values. Raises ModelError for an operator that is no plain product."""
+        if not factors:
+            raise ModelError(
+                f"redraw: never is of products of two matrices, and the program computes aten.{operator}; expected "
+                "redraw: always (or eager attention, and experts that are computed one by one)"
+            )
+        key = derive_seed(*error.key_of_machine(self.request.key.seed, self.request.machine))
+        add_fixed_gaussian_(values, error.scale, factors, key)
 
     def _apply_own(self, phase: str, operator: str, values: Tensor, error: OwnError, source: NoiseStream) -> Tensor:
         """Put a user's own error on values. Of all errors it alone may change none of them, so changes are counted."""

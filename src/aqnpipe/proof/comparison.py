@@ -10,6 +10,7 @@ from aqnpipe.config.noise import (
     FakeQuantization,
     RelativeGaussian,
     TensorError,
+    is_fixed,
     requested_size,
 )
 from aqnpipe.config.own_noise import OwnError
@@ -25,6 +26,8 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
     """Compare sampled elements of a result of `dtype` with what `error` makes of the exact values."""
     if sampled.expected is not None or isinstance(error, FakeQuantization):
         return _compare_expected(sampled, sampled.exact if sampled.expected is None else sampled.expected)
+    if is_fixed(error):
+        draws = draws._replace(operands=sampled.digests(dtype))
     is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian | OwnError | OperatorError)
     exact, slack, found = sampled.exact, sampled.slack, sampled.found
     usable = np.isfinite(exact) & np.isfinite(found)

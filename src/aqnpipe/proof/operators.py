@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.config.measured_noise import LayerErrors
-from aqnpipe.config.noise import AppliedError, FakeQuantization, MeasuredError, PlacedError
+from aqnpipe.config.noise import (
+    MACHINE,
+    AppliedError,
+    FakeQuantization,
+    MeasuredError,
+    PlacedError,
+    RelativeGaussian,
+    is_fixed,
+)
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.classification import escape, is_known
 from aqnpipe.noise.audit.operation_counts import operations_of
@@ -71,7 +79,8 @@ class AuditRequest(NamedTuple):
     Of an inference engine, with the part of each module: `linears` are its linear modules with their paths, in place of
     torch's; `results` compute one operator as a whole, which is named in words; `shards`: the columns that this worker
     has of results in a module. `late`: parts that are called when the pass has returned. `watches_launches`: kernels of
-    Triton may be products. `num_samples`: elements of each result that are compared.
+    Triton may be products. `num_samples`: elements of each result that are compared. `machine`: stream of the key of a
+    fixed machine.
     """
 
     error: AppliedError | MeasuredError | None
@@ -93,6 +102,7 @@ class AuditRequest(NamedTuple):
     late: Set[int] = frozenset()
     watches_launches: bool = False
     num_samples: int = _SAMPLES
+    machine: str = MACHINE
 
     def error_at(self, part: int) -> PlacedError | None:
         """Return the error that was requested of a part; None if none was."""
@@ -438,7 +448,8 @@ class OperatorAudit:
         cell = Cell(phase, OUTSIDE, operator, str(result.dtype).removeprefix("torch."))
         for found in sampled:
             with self.exactly():
-                seen = Seen() if found is None else compare(found, error, Draws.of(*source), result.dtype)
+                draws = Draws.of(self._key(phase, 0, self._outside), 0, 0) if is_fixed(error) else Draws.of(*source)
+                seen = Seen() if found is None else compare(found, error, draws, result.dtype)
             seen.products = 1
             self.receipt.add(cell, seen)
             if found is not None and self.on_compared is not None:
@@ -453,6 +464,9 @@ class OperatorAudit:
         return derived_key(self.request.seed, stream, *self.request.position, passed, number, application)
 
     def _key(self, stream: str, passed: int, part: int) -> int:
+        error = self.request.error_at(part)
+        if isinstance(error, RelativeGaussian) and error.is_fixed:
+            return derived_key(*error.key_of_machine(self.request.seed, self.request.machine))
         found = self._keys.get((stream, passed, part))
         if found is None:
             found = derived_key(self.request.seed, stream, *self.request.position, passed, part)

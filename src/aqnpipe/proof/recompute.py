@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aqnpipe.error_bounds import gamma
-from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray
+from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray, digests
 
 Shards = Sequence[tuple[int, int, int]]
 """Columns of a whole result, one after the other: first column, number of columns, and width of the whole."""
@@ -23,9 +23,9 @@ class Sampled(NamedTuple):
 
     `after` is the slack of what an operator does with its product after the error, such as adding a bias. `row`: the
     elements are whole rows of that length, which became distributions after the error; 0 for single elements.
-    `expected`: the values that are requested, where the error is of the operands. `input_rms`: root mean square of the
-    row of the first factor that each element is of. `plain`: the values as an operator without an error gives them, if
-    they are rounded more than once.
+    `expected`: the values that are requested, where the error is of the operands. `rows` and `columns` [elements,
+    terms]: factors whose products each element is the sum of; None of an operator that is no plain product. `plain`:
+    the values as an operator without an error gives them, if they are rounded more than once.
     """
 
     numbers: IntArray
@@ -35,8 +35,21 @@ class Sampled(NamedTuple):
     after: FloatArray | float = 0.0
     row: int = 0
     expected: FloatArray | None = None
-    input_rms: FloatArray | None = None
+    rows: FloatArray | None = None
+    columns: FloatArray | None = None
     plain: FloatArray | None = None
+
+    @property
+    def input_rms(self) -> FloatArray | None:
+        """Root mean square of the row of the first factor that each element is of."""
+        return None if self.rows is None else np.sqrt((self.rows**2).mean(-1))
+
+    def digests(self, dtype: torch.dtype) -> tuple[IntArray, IntArray] | None:
+        """Return the digests of the rows and columns of factors of `dtype`; None of an operator that has none."""
+        if self.rows is None or self.columns is None:
+            return None
+        width, fraction_bits = dtype.itemsize, round(-np.log2(torch.finfo(dtype).eps))
+        return digests(self.rows, width, fraction_bits), digests(self.columns, width, fraction_bits)
 
 
 Arguments = Mapping[Any, Any]
@@ -68,8 +81,8 @@ def _matmul(first: Tensor, second: Tensor, result: Tensor, rng: np.random.Genera
     terms = rows * columns
     exact, magnitude = terms.sum(-1), np.abs(terms).sum(-1)
     slack = _rounding(magnitude, terms.shape[-1], result.dtype)
-    input_rms = np.broadcast_to(np.sqrt((rows**2).mean(-1)), exact.shape)
-    return Sampled(in_memory(result, place), exact, slack, at(result, place), input_rms=input_rms)
+    rows, columns = (np.broadcast_to(each, terms.shape) for each in (rows, columns))
+    return Sampled(in_memory(result, place), exact, slack, at(result, place), rows=rows, columns=columns)
 
 
 def _factors(first: Tensor, second: Tensor, place: tuple[IntArray, ...]) -> tuple[FloatArray, FloatArray]:

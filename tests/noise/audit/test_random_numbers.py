@@ -40,14 +40,18 @@ def test_the_words_are_those_of_the_published_generator():
     """Philox4x32 with key and counter 0: the first words by the reference implementation with 7 rounds."""
     from aqnpipe.noise.audit.random_numbers import _philox
 
-    words = _philox(np.zeros(1, np.uint64), draws(0, 0, 0))
+    words = _philox(counter(0, 0, 0), np.uint64(0))
     assert [int(word[0]) for word in words] == philox_in_plain_integers([0, 0, 0, 0], [0, 0])
-    words = _philox(np.array([7], np.uint64), draws(2**40 + 5, 3, 11))
+    words = _philox(counter(7, 3, 11), np.uint64(2**40 + 5))
     assert [int(word[0]) for word in words] == philox_in_plain_integers([7, 3, 11, 0], [5, 2**8])
 
 
-def philox_in_plain_integers(counter, key):
-    c, k = list(counter), list(key)
+def counter(*words):
+    return tuple(np.array([word], np.uint64) for word in (*words, 0)[:4])
+
+
+def philox_in_plain_integers(words, key):
+    c, k = list(words), list(key)
     for _ in range(7):
         first, second = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [(second >> 32) ^ c[1] ^ k[0], second % 2**32, (first >> 32) ^ c[3] ^ k[1], first % 2**32]

@@ -26,6 +26,7 @@ from aqnpipe.config.noise import (
     OperatorNoise,
     Phase,
     RelativeGaussian,
+    machine_stream,
 )
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ModelError
@@ -144,6 +145,7 @@ class _RunningPhase:
             backward=noises_gradients,
             elementwise=noise is not None and noise.operators == "all",
             errors=noise.errors_by_part(len(self._layers)) if noise is not None else {},
+            machine=machine_stream(phase),
         )
         self._machine = Machine(sites.request(request), self._audit.observe_outside, self._measurements.note)
         self._module_errors = ModuleErrors(

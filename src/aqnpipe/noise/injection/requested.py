@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from aqnpipe.config.noise import Phase, RelativeGaussian
+from aqnpipe.config.noise import Phase, RelativeGaussian, machine_stream
 from aqnpipe.models.layout import layer_of
 from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.injection.faults import ActiveFaults
@@ -56,6 +56,7 @@ def audit_request(
         outputs=_outputs(sites, phase, recorder, faults, hidden),
         counts_operations=True,
         changed_behind=_faulty_layers(recorder),
+        machine=machine_stream(phase),
     )
     return request._replace(**sites.audit_settings())
 

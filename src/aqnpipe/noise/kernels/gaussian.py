@@ -132,7 +132,15 @@ def _normals_by_torch(numel: int, first_counter: int, source: NoiseStream, devic
     groups = -(-numel // GROUP)
     counters = torch.arange(first_counter, first_counter + groups * _QUARTER, device=device)
     words = [counters & _MASK, *(torch.full_like(counters, word) for word in (source.call, source.stream, 0))]
-    key_0, key_1 = source.key & _MASK, source.key >> 32 & _MASK
+    words = philox_by_torch(words, source.key)
+    pairs = [pair_by_torch(words[0], words[1]), pair_by_torch(words[2], words[3])]
+    normals = torch.stack([number.view(groups, _QUARTER) for pair in pairs for number in pair], 1)
+    return normals.flatten()[:numel]
+
+
+def philox_by_torch(words: list[Tensor], key: int) -> list[Tensor]:
+    """Return the random words of counters of four 32-bit words, which are int64 tensors here."""
+    key_0, key_1 = key & _MASK, key >> 32 & _MASK
     for _ in range(ROUNDS):
         # Products wrap around at 2^64; the mask after the shift removes the copies of the sign bit.
         product_0, product_1 = words[0] * int(_MULTIPLIER_0), words[2] * int(_MULTIPLIER_1)
@@ -143,12 +151,10 @@ def _normals_by_torch(numel: int, first_counter: int, source: NoiseStream, devic
             product_0 & _MASK,
         ]
         key_0, key_1 = key_0 + int(_WEYL_0) & _MASK, key_1 + int(_WEYL_1) & _MASK
-    pairs = [_pair_by_torch(words[0], words[1]), _pair_by_torch(words[2], words[3])]
-    normals = torch.stack([number.view(groups, _QUARTER) for pair in pairs for number in pair], 1)
-    return normals.flatten()[:numel]
+    return words
 
 
-def _pair_by_torch(word_0: Tensor, word_1: Tensor) -> tuple[Tensor, Tensor]:
+def pair_by_torch(word_0: Tensor, word_1: Tensor) -> tuple[Tensor, Tensor]:
     """Box-Muller: two independent N(0, 1) from two uniform words."""
     radius = (word_0.float() * 2.0**-32 + 2.0**-33).log_().mul_(-2).clamp_min_(0).sqrt_()
     angle = ((word_1 ^ 0x80000000) - 0x80000000).float() * (math.pi * 2.0**-31)
@@ -159,8 +165,9 @@ def _pair_by_torch(word_0: Tensor, word_1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @numba.njit(inline="always")
-def _philox(counter: Any, call: Any, stream: Any, key_0: Any, key_1: Any) -> Any:
-    c0, c1, c2, c3 = _u64(counter), _u64(call), _u64(stream), _u64(0)
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, key_0: Any, key_1: Any) -> Any:
+    """Return the four random words of a counter of four words."""
+    c0, c1, c2, c3 = _u64(c0), _u64(c1), _u64(c2), _u64(c3)
     for _ in range(ROUNDS):
         product_0, product_1 = (c0 & _LOW) * _MULTIPLIER_0, (c2 & _LOW) * _MULTIPLIER_1
         c0, c2 = (product_1 >> _32) ^ c1 ^ _u64(key_0), (product_0 >> _32) ^ c3 ^ _u64(key_1)
@@ -199,7 +206,7 @@ def _sin_pi(x: Any) -> Any:
 
 
 @numba.njit(inline="always")
-def _gaussian_pair(word_0: Any, word_1: Any) -> Any:
+def gaussian_pair(word_0: Any, word_1: Any) -> Any:
     """Box-Muller: two independent N(0, 1) from two uniform words."""
     radius = np.sqrt(_minus_two_log(word_0))
     half_turns = _f32(_i32(word_1)) * _f32(2.0**-31)
@@ -216,9 +223,9 @@ def _change_group(
     """Put the noise on one whole group while drawing it, so that arithmetic hides the memory latency."""
     one = group.dtype.type(1)
     for j in range(_QUARTER):
-        w0, w1, w2, w3 = _philox(_u32(first + j), call, stream, key_0, key_1)
-        z0, z1 = _gaussian_pair(w0, w1)
-        z2, z3 = _gaussian_pair(w2, w3)
+        w0, w1, w2, w3 = philox(_u32(first + j), call, stream, _u32(0), key_0, key_1)
+        z0, z1 = gaussian_pair(w0, w1)
+        z2, z3 = gaussian_pair(w2, w3)
         if relative:
             group[j] *= one + factor * z0
             group[j + _QUARTER] *= one + factor * z1
