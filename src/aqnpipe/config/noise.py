@@ -42,8 +42,8 @@ class RelativeGaussian(FrozenModel):
         default=None,
         ge=0,
         exclude_if=lambda machine: machine is None,
-        description="with redraw: never, the number of the machine, which is the same in all runs and evaluations; "
-        "null: another one for each seed of a training and each noise seed of an evaluation",
+        description="number of the fixed machine, which is the same in all runs and evaluations; null: another one for "
+        "each seed of a training and each noise seed of an evaluation",
     )
 
     @model_validator(mode="after")
