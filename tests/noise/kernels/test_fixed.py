@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqnpipe.noise.kernels.fixed import _normals_by_torch, add_fixed_gaussian_, digests, fixed_normals
+from aqnpipe.noise.kernels.fixed import (
+    _digests_by_torch,
+    _normals_by_torch,
+    add_fixed_gaussian_,
+    digests,
+    fixed_normals,
+)
 
 KEY = 2**40 + 12345
 
@@ -73,9 +79,10 @@ def test_integer_arithmetic_of_torch_gives_the_same_numbers(dtype, key):
     generator = torch.Generator().manual_seed(key)
     first, second = (torch.randn(2, 3, 9, generator=generator).to(dtype) for _ in range(2))
     rows, columns = digests(first), digests(second)
-    bits = first.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]).long()
+    bits = first.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()])
     by_hand = [sum(int(bit) * (split_mix(k) | 1) for k, bit in enumerate(row)) for row in bits[0]]
     assert [int(value) % 2**64 for value in rows[0]] == [value % 2**64 for value in by_hand]
+    assert torch.equal(_digests_by_torch(bits), rows)
     found = fixed_normals(first, second.transpose(-1, -2), key)
     assert torch.allclose(_normals_by_torch(rows, columns, key), found, atol=2e-5)
 

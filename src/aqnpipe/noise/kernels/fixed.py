@@ -21,6 +21,8 @@ from aqnpipe.noise.kernels.gaussian import gaussian_pair, pair_by_torch, philox,
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = 0xFFFFFFFF
+_AT_ONCE = 1 << 22
+"""Elements that torch computes in one go: each takes 8 bytes in about ten intermediate results."""
 _i64, _u32, _u64 = np.int64, np.uint32, np.uint64
 _32, _LOW = _u64(32), _u64(_MASK)
 
@@ -40,7 +42,8 @@ def fixed_normals(first: Tensor, second: Tensor, key: int) -> Tensor:
     """Return the numbers z [..., m, n] of all elements of a product, in float32."""
     rows, columns = digests(first), digests(second.transpose(-1, -2))
     if not rows.is_cpu:
-        return _normals_by_torch(rows, columns, key)
+        rows_at_once = max(_AT_ONCE // (columns.numel() or 1), 1)
+        return torch.cat([_normals_by_torch(part, columns, key) for part in rows.split(rows_at_once, -1)], -2)
     shape = (*rows.shape, columns.shape[-1])
     found = torch.empty(shape, dtype=torch.float32)
     whole = rows.reshape(-1, rows.shape[-1]).numpy(), columns.reshape(-1, columns.shape[-1]).numpy()
@@ -52,8 +55,7 @@ def digests(vectors: Tensor) -> Tensor:
     """Return the digests [...] of vectors [..., k] as int64."""
     bits = vectors.detach().contiguous().view(_BITS[vectors.element_size()])
     if not bits.is_cpu:
-        multipliers = torch.from_numpy(_multipliers(bits.shape[-1]).view(np.int64)).to(bits.device)
-        return bits.to(torch.int64).mul_(multipliers).sum(-1)
+        return _digests_by_torch(bits)
     found = torch.empty(bits.shape[:-1], dtype=torch.int64)
     _digests(bits.reshape(-1, bits.shape[-1]).numpy(), _multipliers(bits.shape[-1]), found.numpy().reshape(-1))
     return found
@@ -66,6 +68,12 @@ def _multipliers(length: int) -> Any:
     state = (state ^ (state >> _u64(30))) * _u64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> _u64(27))) * _u64(0x94D049BB133111EB)
     return (state ^ (state >> _u64(31))) | _u64(1)
+
+
+def _digests_by_torch(bits: Tensor) -> Tensor:
+    multipliers = torch.from_numpy(_multipliers(bits.shape[-1]).view(np.int64)).to(bits.device)
+    parts = bits.reshape(-1, bits.shape[-1]).split(max(_AT_ONCE // (bits.shape[-1] or 1), 1))
+    return torch.cat([part.to(torch.int64).mul_(multipliers).sum(-1) for part in parts]).reshape(bits.shape[:-1])
 
 
 def _normals_by_torch(rows: Tensor, columns: Tensor, key: int) -> Tensor:
