@@ -82,7 +82,9 @@ def test_integer_arithmetic_of_torch_gives_the_same_numbers(dtype, key):
     bits = first.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()])
     by_hand = [sum(int(bit) * (split_mix(k) | 1) for k, bit in enumerate(row)) for row in bits[0]]
     assert [int(value) % 2**64 for value in rows[0]] == [value % 2**64 for value in by_hand]
+    before = first.clone()
     assert torch.equal(_digests_by_torch(bits), rows)
+    assert torch.equal(first, before)
     found = fixed_normals(first, second.transpose(-1, -2), key)
     assert torch.allclose(_normals_by_torch(rows, columns, key), found, atol=2e-5)
 

@@ -73,7 +73,7 @@ def _multipliers(length: int) -> Any:
 def _digests_by_torch(bits: Tensor) -> Tensor:
     multipliers = torch.from_numpy(_multipliers(bits.shape[-1]).view(np.int64)).to(bits.device)
     parts = bits.reshape(-1, bits.shape[-1]).split(max(_AT_ONCE // (bits.shape[-1] or 1), 1))
-    return torch.cat([part.to(torch.int64).mul_(multipliers).sum(-1) for part in parts]).reshape(bits.shape[:-1])
+    return torch.cat([(part.to(torch.int64) * multipliers).sum(-1) for part in parts]).reshape(bits.shape[:-1])
 
 
 def _normals_by_torch(rows: Tensor, columns: Tensor, key: int) -> Tensor:
