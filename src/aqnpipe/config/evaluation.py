@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError, model_validator
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier, Seed, Threads, describe_validation_error, replaced
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.evaluation_noise import NamedNoise, level_noise, numbered_levels, repeated_noise, settings_of
-from aqnpipe.config.generation import kinds_without_vllm
+from aqnpipe.config.generation import is_without_vllm
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, OperatorSet, RelativeGaussian
 from aqnpipe.config.own_code import OwnFunction, planned_digest
 from aqnpipe.config.own_noise import OwnError
@@ -49,22 +49,19 @@ def refuse_unknown_scorer(name: str) -> None:
         raise ConfigError(f"--{describe_validation_error(error, {'scorer': name}, _Option)}") from error
 
 
-def scorer_problem(scorer: str, answers: AnswerFormat | Literal["task"]) -> str | None:
-    """Return why a scorer can never find answers of a format right; None if it can, or if it is a function."""
+def expected_scorer(scorer: str, answers: AnswerFormat | Literal["task"]) -> str | None:
+    """Return what is expected of a scorer that never finds answers of a format right; None if it can, or a function."""
     if scorer == answers == "task":
         return None
     if answers == "task":
-        return f"found {scorer}, expected no primary_scorer: a task of lm-evaluation-harness grades its answers itself"
+        return "no primary_scorer: a task of lm-evaluation-harness grades its answers itself"
     if scorer == "task":
-        return "found task, expected a scorer of answers: task grades those of dataset.source lm_eval alone"
-    if ":" in scorer:
-        return None
+        return "a scorer of answers: task grades those of dataset.source lm_eval alone"
     fitting: dict[str, tuple[Scorer, ...]] = {"text": ("text", "boxed"), "choice": ("letter",)}
-    if answers in fitting and scorer not in fitting[answers]:
-        return f"found {scorer}, expected {' or '.join(fitting[answers])} for answers of format {answers}"
-    if answers not in fitting and scorer == "letter":
-        return f"found letter, which needs answers of format choice, not {answers}"
-    return None
+    is_fitting = scorer in fitting[answers] if answers in fitting else scorer != "letter"
+    if ":" in scorer or is_fitting:
+        return None
+    return f"{' or '.join(fitting.get(answers, ('a scorer of numbers',)))} for answers of format {answers}"
 
 
 def _is_number(name: str) -> bool:
@@ -163,7 +160,7 @@ class EvaluationConfig(FrozenModel):
     @property
     def fits_vllm(self) -> bool:
         """Return whether vLLM can compute every noise."""
-        return not any(kind for noise in self.noises.values() for kind in kinds_without_vllm(settings_of(noise)))
+        return not any(is_without_vllm(error) for noise in self.noises.values() for error in settings_of(noise).errors)
 
     def all_levels(self) -> tuple[float, ...]:
         """Return the noise levels and, behind them, the levels of the named noises."""

@@ -97,13 +97,17 @@ class EvaluationNoise(FrozenModel):
         return None if self.module_noise is None else ModuleNoise.model_validate(self.module_noise.model_dump())
 
     @property
+    def errors(self) -> list[ErrorModel]:
+        """The errors on operators and modules."""
+        return [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
+
+    @property
     def is_random(self) -> bool:
         """Return whether another noise seed gives other numbers; roundings and biases are the same every time."""
-        errors = [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
         random = RelativeGaussian | AbsoluteGaussian | MeasuredError
         return any(
             error.draws > 0 if isinstance(error, OwnError) else isinstance(error, random) and is_active(error)
-            for error in errors
+            for error in self.errors
         )
 
 

@@ -98,10 +98,12 @@ def _nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
-def unknown(kind: str, name: str, known: Collection[str], there: str = "the study has") -> str:
-    """Return that a name is unknown, and the most similar known one, or all of them if none is similar."""
+def one_of(name: str, known: Collection[str]) -> str | None:
+    """Return what is expected in place of a name, the most similar known one or all; None if it is a known one."""
+    if name in known:
+        return None
     near = did_you_mean(name, known)
-    return f"unknown {kind} {name!r}{near or f', {there} ' + ', '.join(known)}"
+    return f"a known name{near}" if near else f"one of {', '.join(known)}"
 
 
 def _texts(problems: Sequence[_Problem]) -> Iterator[str]:
@@ -124,7 +126,7 @@ def _texts(problems: Sequence[_Problem]) -> Iterator[str]:
 def _problem(details: Any, content: Any, model: type[BaseModel] | None) -> _Problem:
     raw, kind, context = details["loc"], details["type"], details.get("ctx", {})
     key = _plain_key(raw, kind, content)
-    found = _shown(details["input"])
+    found = shown(details["input"])
     if kind == "extra_forbidden":
         known = _keys_at(model, raw[:-1]) if model is not None else []
         near = did_you_mean(str(raw[-1]), known)
@@ -188,7 +190,7 @@ def _near_value(value: Any, expected: str) -> str:
     return did_you_mean(str(value), expected.split("'")[1::2])
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value as a user may have written it, on one line and cut."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

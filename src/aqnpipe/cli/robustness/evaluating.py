@@ -17,7 +17,7 @@ from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.options import aligned, console_of
 from aqnpipe.comparison.checkpoints import POWER, report_of
 from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
-from aqnpipe.config.cross_references import beyond_layers
+from aqnpipe.config.cross_references import expected_layers
 from aqnpipe.config.dataset import Split
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.evaluation_noise import settings_of
@@ -100,8 +100,10 @@ def _refuse_missing_layers(evaluation: EvaluationConfig, folders: Mapping[str, P
         for noise, named in evaluation.noises.items():
             operators = settings_of(named).operator_noise
             for key in ("layers", "layer_scales") if operators is not None else ():
-                if problem := beyond_layers(getattr(operators, key) or (), num_layers, name):
-                    raise ConfigError(f"--noises: {noise}.operator_noise.{key}: {problem}")
+                layers = getattr(operators, key) or ()
+                if expected := expected_layers(layers, num_layers, name):
+                    where = f"--noises: {noise}.operator_noise.{key}"
+                    raise ConfigError(f"{where}: found {max(layers)}, expected {expected}")
 
 
 def _evaluated(
