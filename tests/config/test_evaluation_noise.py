@@ -2,8 +2,7 @@
 
 import pytest
 
-from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.evaluation_noise import EvaluationNoise
+from aqnpipe.config.evaluation import EvaluationConfig, EvaluationNoise
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import ConfigError
 

@@ -14,9 +14,9 @@ from snakemake import sourcecache
 
 from aqnpipe.artifacts.files import remove_staged
 from aqnpipe.artifacts.provenance import code_digest
-from aqnpipe.artifacts.retention import why_weights_are_gone
+from aqnpipe.artifacts.runs import why_weights_are_gone
 from aqnpipe.cli.check import announcement
-from aqnpipe.cli.job_devices import device_problem, shards_problem, shards_without_devices, workers_problem
+from aqnpipe.cli.profile_file import device_problem, shards_problem, shards_without_devices, workers_problem
 from aqnpipe.cli.memory_estimate import declared_megabytes
 from aqnpipe.cli.results import PARTIAL
 from aqnpipe.cli.study import open_study

@@ -16,9 +16,9 @@ from aqnpipe.cli.cost_estimate import (
     estimate_study,
     mean_prompt_tokens,
 )
-from aqnpipe.cli.job_devices import device_problem, shards_problem
 from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory, training_memory
 from aqnpipe.cli.options import TrustCode
+from aqnpipe.cli.profile_file import device_problem, shards_problem
 from aqnpipe.cli.study import open_study
 from aqnpipe.config.analysis import AdaptiveSeeds
 from aqnpipe.config.base import FrozenModel

@@ -17,7 +17,7 @@ from typing import Any
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.cross_references import expected_validation_questions
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
-from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
+from aqnpipe.config.evaluation import EvaluationNoise, settings_of
 from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, source_kind
 from aqnpipe.config.noise import ModuleNoise
 from aqnpipe.config.own_code import refuse_foreign_code

@@ -19,8 +19,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import LARGEST_TRAINING_SEED
 from aqnpipe.config.dataset import GeneratedDataset, LmEvalDataset, PromptFormat
 from aqnpipe.config.diagnosis import NEEDS_PARITY
-from aqnpipe.config.evaluation import expected_scorer
-from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.evaluation import expected_scorer, settings_of
 from aqnpipe.config.generation import is_without_vllm, why_not_shared, why_vllm_cannot_roll_out
 from aqnpipe.config.model import ModelConfig, known_config, noised_attention, num_layers_of, source_kind
 from aqnpipe.config.noise import FakeQuantization

@@ -10,8 +10,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import Settings, evaluations_folder, replaced, rule_on
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset, Split
 from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaStrategy
-from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.evaluation import EvaluationConfig, settings_of
 from aqnpipe.config.generation import GenerationConfig, why_vllm_cannot_roll_out
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.measured_noise import MeasuredError

@@ -16,16 +16,16 @@ from aqnpipe.config.analysis import (
     ReportConfig,
     Seeds,
     StatisticsConfig,
+    all_pairs,
+    default_comparisons,
     seed_numbers,
 )
 from aqnpipe.config.arm import Arm, ArmsFile
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier
 from aqnpipe.config.cross_references import cross_reference_problems
 from aqnpipe.config.dataset import DatasetConfig, LmEvalDataset, PromptFormat
-from aqnpipe.config.default_comparisons import all_pairs, default_comparisons
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
-from aqnpipe.config.evaluation import StudyEvaluationConfig
-from aqnpipe.config.evaluation_noise import with_numbered_noises
+from aqnpipe.config.evaluation import StudyEvaluationConfig, with_numbered_noises
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig

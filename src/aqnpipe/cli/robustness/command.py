@@ -15,8 +15,14 @@ from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import MOST_THREADS, describe_validation_error
 from aqnpipe.config.dataset import PromptFormat
-from aqnpipe.config.evaluation import EvaluationConfig, expected_scorer, refuse_unknown_scorer
-from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile, settings_of
+from aqnpipe.config.evaluation import (
+    PRESETS,
+    EvaluationConfig,
+    NoisesFile,
+    expected_scorer,
+    refuse_unknown_scorer,
+    settings_of,
+)
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
 from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
 from aqnpipe.config.noise import OperatorSet

@@ -11,7 +11,7 @@ import typer
 from rich.progress import Progress
 from transformers.utils.logging import disable_progress_bar
 
-from aqnpipe.artifacts.checkpoints import CheckpointAccuracy, CheckpointComparison, RobustnessReport
+from aqnpipe.artifacts.comparisons import CheckpointAccuracy, CheckpointComparison, RobustnessReport
 from aqnpipe.artifacts.evaluations import EvaluationFiles, evaluation_files
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.options import aligned, console_of
@@ -19,8 +19,7 @@ from aqnpipe.comparison.checkpoints import POWER, report_of
 from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
 from aqnpipe.config.cross_references import expected_layers
 from aqnpipe.config.dataset import Split
-from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.evaluation import EvaluationConfig, settings_of
 from aqnpipe.config.model import ModelConfig, num_layers_in
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
