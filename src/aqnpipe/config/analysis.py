@@ -5,10 +5,11 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, WithJsonSchema, model_validator
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, TrainingSeed
+from aqnpipe.config.noise import AdaptiveNoise
 
 PRETRAINED = "pretrained"
 """Used in place of an arm id: the model before training."""
@@ -281,22 +282,25 @@ def default_comparisons(
     """
     usual = {name: arm for name, arm in arms.items() if arm.aa_control_of is None}
     pairs = [(name, control) for name in usual for control in _controls(name, usual)]
-    found: list[Comparison] = []
+    # What costs accuracy without noise is the noise in training.
+    is_lower = {pair: pair[1] != PRETRAINED and usual[pair[0]].aqn is None for pair in pairs}
+    of_training = [pair for pair in pairs if pair[1] != PRETRAINED]
     clean = 0.0 in noise_levels
     levels = sorted(noise_levels) if every_level else [max(noise_levels)]
     noisy = [level for level in (*levels, *names) if level > 0]
-    for name, control in pairs:
+    found: list[Comparison] = []
+    for pair in pairs:
+        kept = {"family": "arms"} if pair in of_training else {"role": "control"}
         if clean:
-            found.append(_accuracy(name, control, usual[name], 0.0, names))
-        for level in noisy if control != PRETRAINED else ():
-            found.append(_accuracy(name, control, usual[name], level, names))
+            found.append(_claimed("arms", "lower" if is_lower[pair] else "higher", 0.0, names, *pair, **kept))
+        for level in noisy if pair in of_training else ():
+            found.append(_claimed("arms", "higher", level, names, *pair, **kept))
     if clean:
-        found += [_level(name, level, names) for level in noisy for name in usual]
+        found += [_claimed("levels", None, level, names, name, role="control") for level in noisy for name in usual]
         found += [
-            _degradation(name, control, level, names, "higher")
+            _claimed("degradation", "higher", level, names, *pair, family="degradation")
             for level in noisy
-            for name, control in pairs
-            if control != PRETRAINED
+            for pair in of_training
         ]
     return tuple(found)
 
@@ -316,22 +320,13 @@ def all_pairs(
     last = [level for level in noisy if level in names or level == max(noise_levels)]
     pairs = list(combinations(checkpoints, 2))
     return (
-        *(_difference(*pair, level, names) for pair in pairs for level in levels),
-        *(_level(name, level, names) for name in checkpoints for level in noisy),
-        *(_degradation(*pair, level, names, "different") for level in last for pair in pairs),
-    )
-
-
-def _difference(first: str, second: str, level: float, names: Mapping[float, str]) -> ArmComparison:
-    where, where_zh = _where(level, names)
-    return ArmComparison(
-        treatment=first,
-        control=second,
-        noise_level=level,
-        expected="different",
-        family="arms",
-        claim=f"{first} and {second} differ in accuracy{where}",
-        claim_zh=f"{where_zh}{first} 与 {second} 的准确率不同",
+        *(_claimed("arms", "different", level, names, *pair, family="arms") for pair in pairs for level in levels),
+        *(_claimed("levels", None, level, names, name, role="control") for name in checkpoints for level in noisy),
+        *(
+            _claimed("degradation", "different", level, names, *pair, family="degradation")
+            for level in last
+            for pair in pairs
+        ),
     )
 
 
@@ -356,28 +351,21 @@ def _shuffled(arm: Arm, arms: Mapping[str, Arm]) -> Iterator[str]:
 
 def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
     """Return the arm that lacks only the last addition of `name`; the pretrained model if the study has no such arm."""
-    arm = arms[name]
-    # Arms on other machines are no candidates, because their evaluations differ in more than the training.
-    others = {
-        other_name: other
-        for other_name, other in arms.items()
-        if other_name != name and other.model == arm.model and other.machine == arm.machine
-    }
+    arm, noise = arms[name], _noise(arms[name])
+    wanted: list[tuple[AdaptiveNoise | None, dict[str, object]]] = []
     if arm.aqn is not None and not arm.aqn.is_uniform:
         everywhere = {"layer_sigmas_from": None, "layer_sigmas_strategy": "published", "sigmas": None}
-        uniform = arm.aqn.model_copy(update={**everywhere, "target_layers": None})
-        same = [key for key, other in others.items() if other.aqn == uniform and _noise(other) == _noise(arm)]
-        if same:
-            return same[0]
+        wanted.append((arm.aqn.model_copy(update={**everywhere, "target_layers": None}), noise))
     if arm.aqn is not None:
-        same = [key for key, other in others.items() if other.aqn is None and _noise(other) == _noise(arm)]
-        if same:
-            return same[0]
+        wanted.append((None, noise))
     if _uses_noise(arm):
-        noiseless = [key for key, other in others.items() if not _uses_noise(other)]
-        if noiseless:
-            return noiseless[0]
-    return PRETRAINED
+        wanted.append((None, _noise(Arm(description=""))))
+    # Arms on other machines are no candidates, because their evaluations differ in more than the training.
+    others = {
+        key: one for key, one in arms.items() if key != name and (one.model, one.machine) == (arm.model, arm.machine)
+    }
+    found = (key for each in wanted for key, one in others.items() if (one.aqn, _noise(one)) == each)
+    return next(found, PRETRAINED)
 
 
 def _noise(arm: Arm) -> dict[str, object]:
@@ -391,65 +379,48 @@ def _uses_noise(arm: Arm) -> bool:
     return arm.aqn is not None or _noise(arm) != _noise(Arm(description=""))
 
 
-def _accuracy(name: str, counterpart: str, arm: Arm, level: float, names: Mapping[float, str]) -> ArmComparison:
-    hurts = counterpart != PRETRAINED and arm.aqn is None and level == 0
-    word, word_zh = ("lower", "低于") if hurts else ("higher", "高于")
-    where, where_zh = _where(level, names)
-    return ArmComparison(
-        treatment=name,
-        control=counterpart,
-        noise_level=level,
-        expected="lower" if hurts else "higher",
-        family=DEFAULT_FAMILY if counterpart == PRETRAINED else "arms",
-        role="control" if counterpart == PRETRAINED else "secondary",
-        claim=f"{name} has {word} accuracy than {counterpart}{where}",
-        claim_zh=f"{where_zh}{name} 的准确率{word_zh} {counterpart}",
-    )
+_CLAIMS: dict[tuple[str, Direction | None], tuple[str, str]] = {
+    ("arms", "higher"): ("{first} has higher accuracy than {second}{where}", "{where_zh}{first} 的准确率高于 {second}"),
+    ("arms", "lower"): ("{first} has lower accuracy than {second}{where}", "{where_zh}{first} 的准确率低于 {second}"),
+    ("arms", "different"): (
+        "{first} and {second} differ in accuracy{where}",
+        "{where_zh}{first} 与 {second} 的准确率不同",
+    ),
+    ("degradation", "higher"): (
+        "{first} loses less to {noise} than {second}",
+        "{noise_zh}下 {first} 的损失小于 {second}",
+    ),
+    ("degradation", "different"): (
+        "{first} and {second} differ in what {noise} costs them",
+        "{noise_zh}对 {first} 与 {second} 的影响不同",
+    ),
+    ("levels", None): ("{noise} costs {first} accuracy", "{noise_zh}降低 {first} 的准确率"),
+}
+"""Claims by kind and expected direction, in English and Chinese."""
+
+_COMPARISON: TypeAdapter[Comparison] = TypeAdapter(Comparison)
 
 
-def _level(name: str, level: float, names: Mapping[float, str]) -> LevelComparison:
-    noise, noise_zh = _noise_in_words(level, names)
-    return LevelComparison(
-        arm=name,
-        noise_level=level,
-        role="control",
-        claim=f"{noise} costs {name} accuracy",
-        claim_zh=f"{noise_zh}降低 {name} 的准确率",
-    )
-
-
-def _degradation(
-    name: str, counterpart: str, level: float, names: Mapping[float, str], expected: Literal["higher", "different"]
-) -> DegradationComparison:
-    noise, noise_zh = _noise_in_words(level, names)
-    if expected == "higher":
-        claim = f"{name} loses less to {noise} than {counterpart}"
-        claim_zh = f"{noise_zh}下 {name} 的损失小于 {counterpart}"
-    else:
-        claim = f"{name} and {counterpart} differ in what {noise} costs them"
-        claim_zh = f"{noise_zh}对 {name} 与 {counterpart} 的影响不同"
-    return DegradationComparison(
-        treatment=name,
-        control=counterpart,
-        noise_level=level,
-        expected=expected,
-        family="degradation",
-        claim=claim,
-        claim_zh=claim_zh,
-    )
-
-
-def _where(level: float, names: Mapping[float, str]) -> tuple[str, str]:
-    """Return where a comparison is made, in English and Chinese, to be put into a claim; empty without noise."""
-    if level == 0:
-        return "", ""
-    noise, noise_zh = _noise_in_words(level, names)
-    return (f" under {noise}" if level in names else f" at {noise}"), f"{noise_zh}下"
-
-
-def _noise_in_words(level: float, names: Mapping[float, str]) -> tuple[str, str]:
-    """Return an evaluation noise in English and Chinese."""
-    if level in names:
-        return f"the noise {names[level]}", f"噪声 {names[level]} "
+def _claimed(
+    kind: str,
+    expected: Direction | None,
+    level: float,
+    names: Mapping[float, str],
+    first: str,
+    second: str = "",
+    **more: str,
+) -> Comparison:
+    """Return a comparison at a level with its claim in words; `more`: its role or family."""
     percent = f"{100 * level:.3g} %"
-    return f"{percent} evaluation noise", f"{percent} 评估噪声"
+    noise, noise_zh = f"{percent} evaluation noise", f"{percent} 评估噪声"
+    if level in names:
+        noise, noise_zh = f"the noise {names[level]}", f"噪声 {names[level]} "
+    where = f" {'under' if level in names else 'at'} {noise}" if level else ""
+    words = {"first": first, "second": second, "noise": noise, "noise_zh": noise_zh, "where": where}
+    claim, claim_zh = (
+        text.format(**words, where_zh=f"{noise_zh}下" if level else "") for text in _CLAIMS[kind, expected]
+    )
+    sides = {"treatment": first, "control": second, "expected": expected} if second else {"arm": first}
+    return _COMPARISON.validate_python(
+        {"kind": kind, "noise_level": level, "claim": claim, "claim_zh": claim_zh, **sides, **more}
+    )
