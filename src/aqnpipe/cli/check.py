@@ -20,7 +20,6 @@ from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory, tra
 from aqnpipe.cli.options import TrustCode
 from aqnpipe.cli.profile_file import device_problem, shards_problem
 from aqnpipe.cli.study import open_study
-from aqnpipe.config.analysis import AdaptiveSeeds
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import Keep
@@ -116,7 +115,8 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
     try:
         estimate, missing = estimate_study(plan, assumptions), None
         if plan.study.adaptive_seeds is not None:
-            at_most = estimate_study(_with_all_seeds(plan, plan.study.adaptive_seeds), assumptions)
+            # Of a study that has added all seeds that it may add, in all arms.
+            at_most = estimate_study(StudyPlan(plan.study.with_seeds(plan.study.adaptive_seeds.max)), assumptions)
     except ConfigError as error:
         estimate, missing = None, str(error)
     return CheckedStudy(
@@ -134,11 +134,6 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
         at_most=at_most,
         missing=missing,
     )
-
-
-def _with_all_seeds(plan: StudyPlan, rule: AdaptiveSeeds) -> StudyPlan:
-    """Return the plan of a study that has added all seeds that it may add, in all arms."""
-    return StudyPlan(plan.study.with_seeds(rule.max))
 
 
 def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) -> list[str]:
@@ -159,18 +154,15 @@ def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) 
 
 def announcement(plan: StudyPlan) -> str | None:
     """Return a line on the cost of a large study, which the workflow prints before it starts; None for a small one."""
-    try:
-        estimate = estimate_study(plan, Assumptions())
-        rule = plan.study.adaptive_seeds
-        at_most = None if rule is None else estimate_study(_with_all_seeds(plan, rule), Assumptions())
-    except ConfigError as error:
-        return f"estimated cost: unknown, {error}"
-    if (at_most or estimate).device_hours < LARGE_STUDY_HOURS:
+    checked = check_study(plan, Assumptions())
+    shown = checked.at_most or checked.estimate
+    if shown is None:
+        return f"estimated cost: unknown, {checked.missing}"
+    if shown.device_hours < LARGE_STUDY_HOURS:
         return None
-    shown = at_most or estimate
     return (
-        f"estimated cost: {'at most ' if at_most else ''}{shown.device_hours:,.3g} {shown.rates.device} hours and "
-        f"{shown.disk_gigabytes:,.3g} GB of disk (`aqnpipe check` prints what this assumes)"
+        f"estimated cost: {'at most ' if checked.at_most else ''}{shown.device_hours:,.3g} {shown.rates.device} hours "
+        f"and {shown.disk_gigabytes:,.3g} GB of disk (`aqnpipe check` prints what this assumes)"
     )
 
 
