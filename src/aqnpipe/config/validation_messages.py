@@ -36,9 +36,12 @@ _PATTERNS = {
 }
 """Patterns of text fields, and what they mean."""
 
-_KINDS = {
+_EXPECTED = {
     "int": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number",
     "float": "a number",
+    "finite_number": "a finite number",
     "string": "text",
     "bool": "true or false",
     "dict": "a mapping of keys",
@@ -47,7 +50,18 @@ _KINDS = {
     "list": "a list",
     "tuple": "a list",
     "none": "null",
+    "none_required": "null",
+    "literal_error": "{expected}",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "at most {le:,}",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
+    "too_long": "at most {max_length:,} entries",
+    "too_short": "at least {min_length} entries",
 }
+"""What is expected in place of a value, by pydantic's kind of error, without `_type` and `_parsing`."""
 
 
 @dataclass(frozen=True)
@@ -152,37 +166,16 @@ def _problem(details: Any, content: Any, model: type[BaseModel] | None) -> _Prob
 
 def _expected(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
     """Return what is expected in place of a value; None for a kind of error that has no words here."""
-    number = _KINDS.get(kind.removesuffix("_type").removesuffix("_parsing"))
-    if number is not None:
-        return number
-    match kind:
-        case "literal_error":
-            return f"{context['expected']}{_near_value(value, context['expected'])}"
-        case "int_from_float" | "int_parsing_size":
-            return "a whole number"
-        case "none_required":
-            return "null"
-        case "finite_number":
-            return "a finite number"
-        case "greater_than":
-            return f"a number above {context['gt']:g}"
-        case "greater_than_equal":
-            return f"at least {context['ge']:g}"
-        case "less_than":
-            is_percent = context["lt"] == 1 and isinstance(value, int | float) and 1 <= value < 100
-            return f"a number below {context['lt']:g}" + (f" (did you mean {value / 100:g}?)" if is_percent else "")
-        case "less_than_equal":
-            return f"at most {context['le']:,}"
-        case "string_too_long":
-            return f"at most {context['max_length']} characters"
-        case "too_long":
-            return f"at most {context['max_length']:,} entries"
-        case "too_short" | "string_too_short":
-            return f"at least {context['min_length']} {'characters' if kind.startswith('string') else 'entries'}"
-        case "string_pattern_mismatch":
-            return _PATTERNS.get(context["pattern"], f"text that matches {context['pattern']}")
-        case _:
-            return None
+    if kind == "string_pattern_mismatch":
+        return _PATTERNS.get(context["pattern"], f"text that matches {context['pattern']}")
+    text = _EXPECTED.get(kind.removesuffix("_type").removesuffix("_parsing"))
+    if text is None:
+        return None
+    expected = text.format(**context)
+    if kind == "literal_error":
+        return f"{expected}{_near_value(value, expected)}"
+    is_percent = kind == "less_than" and context["lt"] == 1 and isinstance(value, int | float) and 1 <= value < 100
+    return f"{expected} (did you mean {value / 100:g}?)" if is_percent else expected
 
 
 def _near_value(value: Any, expected: str) -> str:
