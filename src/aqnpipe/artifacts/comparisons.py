@@ -20,7 +20,7 @@ futile: unlikely to be decided by the planned maximum. invalid: the comparison c
 """
 
 
-class AccuracyTable(Table):
+class AccuracyTable(Table, unique=("model", "arm", "seed", "step", "noise_level")):
     """results/accuracy.parquet: one checkpoint at one noise level per row; fractions, over noise seeds and samples.
 
     `noise_level`: a relative scale below 1, or the number of a named noise, whose name is in `noise` (a column that
@@ -53,11 +53,6 @@ class AccuracyTable(Table):
     parse_failure_last_number: float = pa.Field(ge=0, le=1)
     parse_failure_harness_strict: float = pa.Field(ge=0, le=1)
     parse_failure_harness_flexible: float = pa.Field(ge=0, le=1)
-
-    class Config:
-        """One row per checkpoint and level."""
-
-        unique = ["model", "arm", "seed", "step", "noise_level"]  # noqa: RUF012 - pandera's own form
 
 
 class ComparisonTable(Table):
@@ -118,7 +113,7 @@ class ComparisonTable(Table):
     verdict: str = pa.Field(isin=["supported", "refuted", "equivalent", "not_shown", "invalid"])
 
 
-class RobustnessTable(Table):
+class RobustnessTable(Table, unique=("model", "arm")):
     """results/robustness.parquet: an arm over all noise levels after its last step, one row each; fractions.
 
     Descriptive: no part of a family, p-values unadjusted. `slope` is the change of accuracy per 0.1 of relative noise
@@ -140,13 +135,8 @@ class RobustnessTable(Table):
     slope_p: float = pa.Field(nullable=True)
     problem: str = pa.Field(nullable=True)
 
-    class Config:
-        """One row per arm."""
 
-        unique = ["model", "arm"]  # noqa: RUF012 - pandera's own form
-
-
-class DifferenceTable(Table):
+class DifferenceTable(Table, unique=("model", "arm", "noise_level")):
     """results/differences.parquet: an arm minus the reference arm of its model at one noise level, after the last step.
 
     The reference is the first arm without noise, AQN or simulated machine, else the pretrained model. Descriptive: no
@@ -164,11 +154,6 @@ class DifferenceTable(Table):
     ci_low: float = pa.Field(nullable=True)
     ci_high: float = pa.Field(nullable=True)
     problem: str = pa.Field(nullable=True)
-
-    class Config:
-        """One row per arm and level."""
-
-        unique = ["model", "arm", "noise_level"]  # noqa: RUF012 - pandera's own form
 
 
 ClaimVerdict = Literal["supported", "refuted", "equivalent", "not_shown", "invalid"]
@@ -352,7 +337,7 @@ class ClaimsFile(Artifact):
     tables_sha256: dict[str, str] = Field(default_factory=dict)
 
 
-class MachineDifferenceTable(Table):
+class MachineDifferenceTable(Table, unique=("machine", "model", "arm", "step", "noise_level")):
     """Accuracy on a machine of `evaluation.machines` minus that by the study itself, of the same weights.
 
     One row per machine, arm, step and noise level, over all training seeds. Descriptive: no part of a family.
@@ -383,11 +368,6 @@ class MachineDifferenceTable(Table):
     trained_on: str = pa.Field(nullable=True)
     differs_in: str = pa.Field(nullable=True)
     problem: str = pa.Field(nullable=True)
-
-    class Config:
-        """One row per machine, arm, step and level."""
-
-        unique = ["machine", "model", "arm", "step", "noise_level"]  # noqa: RUF012 - pandera's own form
 
 
 ComparisonKind = Literal["noise", "accuracy", "degradation"]

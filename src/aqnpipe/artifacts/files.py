@@ -50,12 +50,17 @@ CHECKSUM_PLACEHOLDER = _MARK + "0" * _NUM_DIGITS
 
 
 class Table(pa.DataFrameModel):
-    """Base class of the schemas of tables: no other columns are allowed."""
+    """Base class of the schemas of tables: no other columns are allowed, nor rows that are equal in all of `unique`."""
 
     class Config:
         """Settings of pandera, which every schema inherits."""
 
         strict = True
+
+    def __init_subclass__(cls, unique: Sequence[str] = (), **settings: Any) -> None:
+        own = {"name": cls.__name__, "unique": list(unique) or None}
+        cls.Config = type("Config", (Table.Config,), own)  # type: ignore[misc, assignment]
+        super().__init_subclass__(**settings)
 
 
 @contextmanager
