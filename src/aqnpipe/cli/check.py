@@ -20,9 +20,10 @@ from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory, tra
 from aqnpipe.cli.options import TrustCode
 from aqnpipe.cli.profile_file import device_problem, shards_problem
 from aqnpipe.cli.study import open_study
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, key_values
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import Keep
+from aqnpipe.config.yaml_file import typed_scalars, validated
 from aqnpipe.errors import ConfigError
 
 _SHOWN_NAMES = 20
@@ -167,20 +168,9 @@ def announcement(plan: StudyPlan) -> str | None:
 
 
 def _sizes(parameters: list[str], plan: StudyPlan) -> dict[str, float]:
-    sizes = {}
-    for option in parameters:
-        role, _, text = option.partition("=")
-        if role not in plan.study.config.models:
-            names = ", ".join(plan.study.config.models)
-            expected = f"ROLE=NUMBER, roles {names}" if plan.study.has_training else f"NAME=NUMBER, checkpoints {names}"
-            raise ConfigError(f"--parameters {option}: expected {expected}")
-        try:
-            sizes[role] = float(text)
-        except ValueError as error:
-            raise ConfigError(f"--parameters {option}: found {text!r}, expected a number") from error
-        if not 0 < sizes[role] < float("inf"):
-            raise ConfigError(f"--parameters {option}: expected a number above 0")
-    return sizes
+    """Return the sizes of models by role; ConfigError for an unknown role, and for what is no number above 0."""
+    given = key_values("--parameters", ",".join(parameters), plan.study.config.models) if parameters else {}
+    return validated(Assumptions, {"parameters": typed_scalars(given)}, "--parameters").parameters
 
 
 def _rates(plan: StudyPlan, tflops: float | None, training: float | None, generation: float | None) -> Rates | None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from math import ceil
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -86,7 +86,9 @@ class Assumptions(FrozenModel):
 
     prompt_tokens: float | None = Field(default=None, gt=0)
     response_tokens: float | None = Field(default=None, gt=0)
-    parameters: dict[str, float] = Field(default={}, description="number of parameters of roles whose size is unknown")
+    parameters: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={}, description="number of parameters of roles whose size is unknown"
+    )
     rates: Rates | None = None
 
 
