@@ -6,8 +6,7 @@ from replacing import replaced
 
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.measured_errors import evaluation_with_figures, training_with_figures, with_figures
-from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.evaluation import EvaluationConfig, settings_of
 from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError
 from aqnpipe.errors import ConfigError, DataError
 

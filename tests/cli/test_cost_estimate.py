@@ -292,4 +292,4 @@ def test_very_many_arms_are_named_on_one_short_line(tmp_path):
 def test_a_wrong_size_is_one_line(command_line):
     result = command_line("check", "config/smoke.yaml", "--parameters", "large=3e9")
     assert result.returncode == 2
-    assert result.stderr == "ERROR: --parameters large=3e9: expected ROLE=NUMBER, roles base\n"
+    assert result.stderr == "ERROR: --parameters 'large=3e9': unknown key 'large', expected base\n"

@@ -81,7 +81,7 @@ def test_the_shell_completes_commands(monkeypatch, command_line):
         (["check"], "Missing argument 'study' (`aqnpipe check --help` lists what there is)"),
         (["check", "--tflops", "x", "a"], "--tflops: found 'x', expected a number (`aqnpipe check --help` lists what"),
         (["check", "--tflops", "0", "a"], "--tflops: found '0', expected at least 0.001 (`aqnpipe check --help` lists"),
-        (["measure-noise", "tiny", "--arm", "E55"], "--arm: unknown arm 'E55' (did you mean E5?)"),
+        (["measure-noise", "tiny", "--arm", "E55"], "--arm: found 'E55', expected a known name (did you mean E5?)"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(arguments, line, monkeypatch, capsys):

@@ -10,10 +10,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from aqnpipe.cli import job_devices
-from aqnpipe.cli.job_devices import device_problem, shards_without_devices, workers_problem
+from aqnpipe.cli import profile_file
 from aqnpipe.cli.main import app
-from aqnpipe.cli.profile_file import refuse_unreadable_studies, shards_of_given_study, workers_of_given_study
+from aqnpipe.cli.profile_file import (
+    device_problem,
+    refuse_unreadable_studies,
+    shards_of_given_study,
+    shards_without_devices,
+    workers_of_given_study,
+    workers_problem,
+)
 from aqnpipe.cli.study import open_study
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.study import shown_path
@@ -236,9 +242,9 @@ def test_a_profile_that_gives_an_engine_too_few_devices_is_refused(given, shards
 def test_more_shards_than_devices_are_refused_before_anything_runs(requested, ids, shards, problem, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     kind = "cuda" if ids else "cpu"
-    monkeypatch.setattr(job_devices, "devices_to_compute_on", lambda _: (kind, ids))
+    monkeypatch.setattr(profile_file, "devices_to_compute_on", lambda _: (kind, ids))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    found = job_devices.shards_problem(requested, shards)
+    found = profile_file.shards_problem(requested, shards)
     assert found == problem if problem is None else problem in found
 
 
@@ -341,7 +347,7 @@ def test_truncated_weights_are_refused_before_anything_runs(training, tmp_path):
 def test_every_worker_of_a_training_run_needs_a_device(monkeypatch, device, workers, given, here, said):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(
-        job_devices,
+        profile_file,
         "devices_to_compute_on",
         lambda requested: ("cpu", ()) if requested == "cpu" else ("cuda", tuple("0123")),
     )

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from aqnpipe.artifacts.checkpoints import RobustnessReport
+from aqnpipe.artifacts.comparisons import RobustnessReport
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.main import app
 from aqnpipe.cli.robustness import evaluating

@@ -69,11 +69,14 @@ def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--noise", "w4a16_nvfp"], "--noise: unknown noise 'w4a16_nvfp' (did you mean w4a16_nvfp4?)"),
+        (["--noise", "w4a16_nvfp"], "--noise: found 'w4a16_nvfp', expected a known name (did you mean w4a16_nvfp4?)"),
         (["--noises", "gone.yaml"], "gone.yaml: no such file"),
         (["--noises", "empty.yaml"], "empty.yaml: (top level): found null, expected a mapping"),
         (["--noises", "twice.yaml", "--noise", "w4a16_nvfp4"], "w4a16_nvfp4 is also given as --noise"),
-        (["--noises", "far.yaml"], "--noises: far.operator_noise.layers: found 99, model tiny has layers 0 to 5"),
+        (
+            ["--noises", "far.yaml"],
+            "--noises: far.operator_noise.layers: found 99, expected layers 0 to 5, which model tiny has",
+        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, arguments, message):

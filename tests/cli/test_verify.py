@@ -8,11 +8,9 @@ import pytest
 from tiny_tokenizer import build_tokenizer
 from typer.testing import CliRunner
 
-from aqnpipe.artifacts.durable_files import digests_of
-from aqnpipe.artifacts.files import read_json, write_json
+from aqnpipe.artifacts.files import digests_of, read_json, write_json
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.artifacts.retention import REMOVED_WEIGHTS_FILE, RemovedWeights
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import REMOVED_WEIGHTS_FILE, RemovedWeights, RunRecord
 from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError, DataError, RunLockedError
 from aqnpipe.models.loading import describe_model

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from aqnpipe.artifacts.files import read_json, write_json
-from aqnpipe.artifacts.retention import REMOVED_WEIGHTS_FILE, RetainedRun, read_removed, why_weights_are_gone
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import REMOVED_WEIGHTS_FILE, RetainedRun, RunRecord, read_removed, why_weights_are_gone
 from aqnpipe.comparison import retention
 from aqnpipe.comparison.evaluations import UnusableReason
 from aqnpipe.comparison.lineage import _Lineage

@@ -3,9 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from aqnpipe.config.analysis import ArmComparison, LevelComparison
+from aqnpipe.config.analysis import ArmComparison, LevelComparison, default_comparisons
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.default_comparisons import default_comparisons
 
 NOISE = {"operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0.05}}}
 OTHER = {"operator_noise": {"operators": "all", "error": {"kind": "relative_gaussian", "scale": 0.05}}}

@@ -2,8 +2,7 @@
 
 import pytest
 
-from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.evaluation_noise import EvaluationNoise
+from aqnpipe.config.evaluation import EvaluationConfig, EvaluationNoise
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import ConfigError
 
@@ -108,7 +107,7 @@ ARMS = {"kind": "arms", "treatment": "a", "control": "b", "expected": "higher", 
         ),
         (
             content({"x": {"operator_noise": {"layers": [9], "error": {"kind": "systematic_bias", "scale": 0.1}}}}),
-            "evaluation.noises.x.operator_noise.layers: found 9, model a (tiny) has layers 0 to",
+            "evaluation.noises.x.operator_noise.layers: found [9], expected layers 0 to 5, which model a (tiny) has",
         ),
         (content({"x": TRUNCATED, "y": IN_MLP, "z": TRUNCATED}), "evaluation: noises.z: found the noise of x again"),
         (content({"x": "w4a4_mxfp4", "y": W4A4}), "evaluation: noises.y: found the noise of x again, expected another"),
@@ -132,7 +131,7 @@ ARMS = {"kind": "arms", "treatment": "a", "control": "b", "expected": "higher", 
                 generation={"backend": "vllm"},
                 checkpoints={"a": {"source": "tiny", "attention": "sdpa"}},
             ),
-            "evaluation.noises.x: found fake_quantization, which vLLM cannot compute",
+            "x.operator_noise.error: found error, expected an error that vLLM can compute, not fake_quantization",
         ),
     ],
 )
@@ -160,8 +159,8 @@ def test_attention_follows_the_model_and_another_one_is_refused():
     with pytest.raises(ConfigError) as refused:
         evaluation_of({"x": given})
     assert str(refused.value) == (
-        "config: evaluation.noises.x.operator_noise.attention: found fused, the model computes attention eager, whose "
-        "noise is decomposed: leave attention out (model a)"
+        "config: evaluation.noises.x.operator_noise.attention: found 'fused', expected no value: model a computes "
+        "attention eager, decomposed"
     )
     on_sdpa = {"a": {"source": "tiny", "attention": "sdpa"}}
     config = load_study(content({"x": given}, checkpoints=on_sdpa)).config

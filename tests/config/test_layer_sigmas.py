@@ -2,7 +2,7 @@
 
 import pytest
 
-from aqnpipe.config.default_comparisons import default_comparisons
+from aqnpipe.config.analysis import default_comparisons
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma
 from aqnpipe.config.study import read_arms
 from aqnpipe.errors import ConfigError

@@ -69,8 +69,8 @@ def test_an_arm_on_a_machine_of_another_device_is_refused():
             [Path("config/dead-zone.yaml")], {"device": "cuda", "machines": {"dead_zone": {"device": "npu"}}}
         )
     assert str(caught.value).endswith(
-        ".machine: dead_zone is on another device, npu (machines.dead_zone.device), expected a machine on the device "
-        "of the study, cuda"
+        ".machine: found 'dead_zone', expected a machine on the device of the study, cuda: machines.dead_zone.device "
+        "is npu"
     )
 
 
@@ -80,14 +80,14 @@ def test_an_arm_on_a_machine_of_another_device_is_refused():
         (
             {"target": {"device": "npu"}},
             {"evaluation": {"pretrained_machine": "target"}},
-            "evaluation.pretrained_machine: target is on another device, npu (machines.target.device), expected a "
-            "machine on the device of the study, cuda",
+            "evaluation.pretrained_machine: found 'target', expected a machine on the device of the study, cuda: "
+            "machines.target.device is npu",
         ),
         (
             {"npu": {"device": "npu", "diagnosed_in": "there"}},
             {},
-            "machines.npu.device: found npu, which has no effect: it was diagnosed elsewhere, it has no counterpart to "
-            "measure, and evaluation.machines lacks it; remove device",
+            "machines.npu.device: found 'npu', expected no device, which has no effect: it was diagnosed elsewhere, it "
+            "has no counterpart, and evaluation.machines lacks it",
         ),
     ],
 )
@@ -151,13 +151,13 @@ def test_a_study_without_further_machines_has_none_of_these_jobs():
 @pytest.mark.parametrize(
     ("machines", "named", "expected"),
     [
-        ({}, ["moon"], "evaluation.machines.0: unknown machine 'moon'"),
-        ({}, ["device"], "device computes as the study does, expected a machine with another device"),
+        ({}, ["moon"], "evaluation.machines.0: found 'moon', expected one of "),
+        ({}, ["device"], "found 'device', expected a machine with another device"),
         ({"bf": {"counterpart": {"attention": "sdpa"}}}, ["bf"], "noise on attention would be another one"),
         (
             {"bf": {"counterpart": {"dtype": "float32", "threads": 1}}},
             ["bf"],
-            "has a counterpart with the dtype, threads and batch_size",
+            "found 'bf', expected a counterpart with another dtype, threads or batch_size",
         ),
         ({}, ["target", "target"], "machines: found 'target' twice, expected each value once"),
     ],

@@ -64,15 +64,15 @@ def _set(config, path, value):
         (
             ["machines"],
             {"device": {}},
-            r"arms\.dead_zone_none\.machine: unknown machine 'dead_zone'",
+            r"arms\.dead_zone_none\.machine: found 'dead_zone', expected one of device",
         ),
-        (["evaluation", "pretrained_machine"], "x", r"evaluation\.pretrained_machine: unknown machine 'x'"),
+        (["evaluation", "pretrained_machine"], "x", r"evaluation\.pretrained_machine: found 'x', expected one of"),
         (
             ["loss_studies", 0, "machine"],
             "x",
-            r"loss_studies\.0\.machine: unknown machine 'x', the study has dead_zone",
+            r"loss_studies\.0\.machine: found 'x', expected one of .*dead_zone",
         ),
-        (["loss_studies", 0, "model"], "large", r"loss_studies\.0\.model: unknown role 'large', the study has base"),
+        (["loss_studies", 0, "model"], "large", r"loss_studies\.0\.model: found 'large', expected one of base"),
         (["loss_studies", 0, "magnitudes"], [0.1, 1.5], r"loss_studies\.0\.magnitudes\.1: .*found 1\.5"),
         (["loss_studies", 0, "magnitudes"], [], r"loss_studies\.0\.magnitudes: "),
         (["loss_studies", 0, "conditions"], ["dirty"], r"loss_studies\.0\.conditions\.0: .*found 'dirty'"),
@@ -80,7 +80,11 @@ def _set(config, path, value):
         (["loss_studies", 0, "gamma"], 0, r"loss_studies\.0\.gamma: .*found 0"),
         (["loss_studies", 0, "noise_seeds"], [1, 1], r"noise_seeds: found 1 twice, expected each value once"),
         (["loss_studies", 0, "texts"], 3, r"loss_studies\.0\.texts: unknown key"),
-        (["machines", "dead_zone", "faults"], [], r"loss_studies\.0\.machine: dead_zone has no faults"),
+        (
+            ["machines", "dead_zone", "faults"],
+            [],
+            r"loss_studies\.0\.machine: found 'dead_zone', expected a machine with simulated faults",
+        ),
         (
             ["machines", "dead_zone", "faults", 0, "site"],
             "o_proj",

@@ -61,8 +61,8 @@ def test_sigmas_by_damage_on_a_machine_without_a_counterpart_are_refused(monkeyp
     with pytest.raises(ConfigError) as caught:
         load_study_files([Path("config/measured.yaml")], {"arms_file": str(tmp_path / "arms.yaml")})
     assert str(caught.value).endswith(
-        "arms.E_measured_4x_damage_first.aqn.layer_sigmas_strategy: damage_first needs a measured error, but "
-        "machine device has no counterpart, expected machines.device.counterpart or measured_in"
+        "arms.E_measured_4x_damage_first.aqn.layer_sigmas_strategy: found 'damage_first', expected another strategy, "
+        "or machines.device.counterpart or measured_in: the error of device is not measured"
     )
 
 

@@ -29,12 +29,12 @@ def test_a_pair_of_arms_may_be_named(config):
         ({"language": "fr"}, r"report\.language"),
         (
             {"explore": {"treatment": "E99", "control": "E5"}},
-            r"report\.explore\.treatment: unknown arm 'E99', the",
+            r"report\.explore\.treatment: found 'E99', expected ",
         ),
-        ({"explore": {"treatment": "E5", "control": "E5"}}, r"report\.explore: treatment and control are both 'E5'"),
+        ({"explore": {"treatment": "E5", "control": "E5"}}, r"explore\.control: found 'E5', expected another arm"),
         (
             {"explore": {"treatment": "E5", "control": "baseline", "noise_level": 0.07}},
-            r"report\.explore\.noise_level: found 0\.07, the study evaluates",
+            r"report\.explore\.noise_level: found 0\.07, expected one that the study evaluates: ",
         ),
         ({"explore": {"treatment": "E5"}}, r"report\.explore\.control: missing key"),
     ],
@@ -51,5 +51,7 @@ def test_arms_of_two_models_are_no_pair(config):
     config["arms"] = ["baseline", "E7a"]
     config["comparisons"] = []
     config["report"]["explore"] = {"treatment": "E7a", "control": "baseline"}
-    with pytest.raises(ConfigError, match=r"report\.explore: E7a and baseline train different models \(base, large\)"):
+    with pytest.raises(
+        ConfigError, match=r"control: found 'baseline', expected another arm than E7a, of the model large"
+    ):
         load_study(config, "study.yaml")

@@ -80,25 +80,33 @@ def _set(config, path, value):
         (["machines"], {}, r"study\.yaml: machines: found {}, expected at least 1 entries"),
         (["training", "micro_batch_size"], 50, r"training: .*micro_batch_size 50 must divide .* = 128"),
         (["seeds"], [0, 0], r"study\.yaml: seeds: found 0 twice, expected each value once"),
-        (["arms"], ["baseline", "E99"], r"study\.yaml: arms: unknown arm 'E99' \(did you mean E9\w*\?\)"),
-        (["arms"], ["baseline", "nothing"], r"study\.yaml: arms: unknown arm 'nothing', config/arms\.yaml defines "),
+        (
+            ["arms"],
+            ["baseline", "E99"],
+            r"study\.yaml: arms\.1: found 'E99', expected .* \(did you mean E9\w*\?\) of config/arms\.yaml",
+        ),
+        (
+            ["arms"],
+            ["baseline", "nothing"],
+            r"study\.yaml: arms\.1: found 'nothing', expected one of .* of config/arms\.yaml",
+        ),
         (["arms_file"], "config/nowhere.yaml", r"config/nowhere\.yaml: no such file"),
         (["models", "base", "source"], "./nowhere", r"nowhere.*no such folder"),
         (["models", "base", "source"], "huge", r"'huge' is unknown"),
         (
             ["machines", "target", "faults", 0, "layer"],
             6,
-            r"study\.yaml: machines\.target\.faults\.0\.layer: found 6, model base \(tiny\) has layers 0 to 5",
+            r"machines\.target\.faults\.0\.layer: found 6, expected layers 0 to 5, which model base \(tiny\) has",
         ),
         (
             ["machines"],
             {"device": {}},
-            r"aqn\.layer_sigmas_from: unknown machine 'target', the study has device",
+            r"aqn\.layer_sigmas_from: found 'target', expected one of device",
         ),
         (
             ["training", "epochs"],
             3,
-            r"config/arms\.yaml: arms\.guided_robust_first\.aqn\.schedule\.ranges: found 2 ranges, .* 3 epochs",
+            r"config/arms\.yaml: .*robust_first\.aqn\.schedule\.ranges: found 2 entries, expected .* 3 epochs",
         ),
         (
             ["training", "validation_questions"],
@@ -108,9 +116,9 @@ def _set(config, path, value):
         (
             ["machines", "device", "counterpart"],
             {"dtype": "float32"},
-            r"study\.yaml: machines\.device\.counterpart: found dtype float32, which the models have",
+            r"machines\.device\.counterpart: found counterpart, expected other settings than dtype float32",
         ),
-        (["comparisons", 0, "treatment"], "E5d", r"study\.yaml: comparisons\.0\.treatment: unknown arm 'E5d'"),
+        (["comparisons", 0, "treatment"], "E5d", r"study\.yaml: comparisons\.0\.treatment: found 'E5d', expected "),
         (["comparisons", 1, "noise_level"], 0.2, r"comparisons\.1\.noise_level: found 0\.2, .*0\.05"),
         (["evaluation", "noise_levels"], [0.0, -0.1], r"evaluation\.noise_levels\.1: .*found -0\.1"),
         (["results_dir"], "../elsewhere", r"results_dir"),
@@ -119,7 +127,7 @@ def _set(config, path, value):
         (
             ["arms"],
             ["baseline", "E9"],
-            r"config/arms\.yaml: arms\.E9\.task: found comparison, .* study\.yaml .* word_problems",
+            r"config/arms\.yaml: arms\.E9\.task: found 'comparison', expected word_problems, .* study\.yaml",
         ),
     ],
 )
@@ -146,9 +154,17 @@ def test_the_nearest_right_study_is_valid(config, path, value):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["generation", "tensor_parallel"], 8, r"cannot be shared so: 12 attention heads do not divide by 8"),
+        (
+            ["generation", "tensor_parallel"],
+            8,
+            r"found 8, expected a number by which .*: 12 attention heads do not divide by 8",
+        ),
         (["evaluation", "max_response_tokens"], 32768, r"found 32768, expected fewer than the 32768 positions of"),
-        (["machines", "target", "faults", 0, "layer"], 28, r"found 28, model base \(Qwen/.*\) has layers 0 to 27"),
+        (
+            ["machines", "target", "faults", 0, "layer"],
+            28,
+            r"found 28, expected layers 0 to 27, which model base \(Qwen/",
+        ),
     ],
 )
 def test_sizes_of_well_known_models_of_the_hub_are_checked_before_the_download(path, value, message, monkeypatch):
@@ -185,7 +201,7 @@ def test_of_fewer_test_questions_than_the_default_all_are_for_validations(config
         (lambda arms: arms["E5"]["operator_noise"].update(phases=["evaluation"]), r"training has no phase evaluation"),
         (
             lambda arms: arms["E5"]["operator_noise"].update(layer_scales={7: 0.1}),
-            r"layer_scales: found 7",
+            r"layer_scales: found \{7: 0\.1\}, expected layers 0 to 5",
         ),
         (
             lambda arms: arms["E5"]["operator_noise"].update(layer_scales={1: -0.1}),
@@ -210,7 +226,10 @@ def test_of_fewer_test_questions_than_the_default_all_are_for_validations(config
             lambda arms: arms["E5"].update(operator_noise={"error": {"kind": "fake_quantization", "format": "mxfp4"}}),
             r"fake_quantization has no backward error",
         ),
-        (lambda arms: arms["E5"]["operator_noise"].update(layers=[7]), r"operator_noise\.layers: found 7, model base"),
+        (
+            lambda arms: arms["E5"]["operator_noise"].update(layers=[7]),
+            r"operator_noise\.layers: found \[7\], expected layers",
+        ),
     ],
 )
 def test_a_mistake_in_an_arm_names_the_arms_file(config, tmp_path, edit, message):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aqnpipe.config.evaluation import scorer_problem
+from aqnpipe.config.evaluation import expected_scorer
 from aqnpipe.data.scoring import extract_answer, grade
 
 
@@ -66,7 +66,7 @@ def test_texts_are_compared_without_regard_to_spaces():
 
 
 def test_scorers_that_cannot_fit_the_answers_are_named():
-    assert scorer_problem("strict", "choice") == "found strict, expected letter for answers of format choice"
-    assert scorer_problem("strict", "text") == "found strict, expected text or boxed for answers of format text"
-    assert scorer_problem("letter", "gsm8k") == "found letter, which needs answers of format choice, not gsm8k"
-    assert scorer_problem("boxed", "number") is None
+    assert expected_scorer("strict", "choice") == "letter for answers of format choice"
+    assert expected_scorer("strict", "text") == "text or boxed for answers of format text"
+    assert expected_scorer("letter", "gsm8k") == "a scorer of numbers for answers of format gsm8k"
+    assert expected_scorer("boxed", "number") is None

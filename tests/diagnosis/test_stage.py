@@ -323,7 +323,9 @@ def test_sigmas_that_need_a_sensitivity_are_refused_without_one(study, elsewhere
 
 def test_nothing_runs_on_a_machine_that_is_elsewhere(study):
     study["evaluation"]["pretrained_machine"] = "target"
-    with pytest.raises(ConfigError, match="pretrained_machine: target was diagnosed elsewhere, nothing runs on it"):
+    with pytest.raises(
+        ConfigError, match="pretrained_machine: found 'target', expected a machine on which jobs run here"
+    ):
         load_study(study)
     study["machines"]["target"]["faults"] = [{"type": "dead_zone", "layer": 3, "magnitude": 0.05}]
     with pytest.raises(ConfigError, match="diagnosed_in: a machine diagnosed elsewhere has no simulated faults"):

@@ -133,7 +133,7 @@ def _first(_: type, task: HarnessTask) -> pl.DataFrame:
             "dataset.task: found 'choose_nmber' (did you mean choose_number?), expected a task in",
         ),
         ({"metric": "f1"}, "dataset.metric: found f1, expected one of those of task choose_number"),
-        ({"filter": "strict"}, "dataset.filter: unknown filter 'strict', task choose_number has none"),
+        ({"filter": "strict"}, "dataset.filter: found 'strict', expected one of none, which task choose_number has"),
         ({"num_test": 99}, "99"),
     ],
 )
@@ -193,18 +193,18 @@ def test_the_task_grades_by_itself():
     [
         (
             {"evaluation": {"max_response_tokens": 8, "batch_size": 2, "primary_scorer": "strict"}},
-            "evaluation.primary_scorer: found strict, expected no primary_scorer: a task",
+            "evaluation.primary_scorer: found 'strict', expected no primary_scorer: a task",
         ),
         (
             {"evaluation": {"max_response_tokens": 8, "batch_size": 2, "primary_scorer": "my:own"}},
-            "evaluation.primary_scorer: found my:own, expected no primary_scorer: a task",
+            "evaluation.primary_scorer: found 'my:own', expected no primary_scorer: a task",
         ),
         (
             {
                 "dataset": {"source": "generated"},
                 "evaluation": {"max_response_tokens": 8, "batch_size": 2, "primary_scorer": "task"},
             },
-            "evaluation.primary_scorer: found task, expected a scorer of answers",
+            "evaluation.primary_scorer: found 'task', expected a scorer of answers",
         ),
         (
             {
@@ -214,10 +214,13 @@ def test_the_task_grades_by_itself():
                     "sampling": {"temperature": 1.0, "num_samples": 2},
                 }
             },
-            "evaluation.sampling: the task says how responses are drawn",
+            "evaluation.sampling: found sampling, expected none: the task says how responses are drawn",
         ),
-        ({"prompt": {"layout": "question_answer"}}, "prompt: found layout, instruction or examples"),
-        ({"generation": {"backend": "vllm"}}, "generation.backend: found vllm, expected transformers or auto"),
+        (
+            {"prompt": {"layout": "question_answer"}},
+            "prompt.layout: found 'question_answer', expected 'bare': the task makes its prompts",
+        ),
+        ({"generation": {"backend": "vllm"}}, "generation.backend: found 'vllm', expected transformers or auto"),
         ({"dataset": {"source": "lm_eval", "taks": "arc_easy"}}, "dataset.taks: unknown key (did you mean task?)"),
     ],
 )

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from torch.utils.checkpoint import checkpoint
 
 import aqnpipe
-from aqnpipe.config.evaluation_noise import EvaluationNoise
+from aqnpipe.config.evaluation import EvaluationNoise
 from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian, machine_stream
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.machine import machine as machine_module

@@ -13,9 +13,9 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.errors import ModelError, RunLockedError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
-from aqnpipe.runtime import run_evaluation
+from aqnpipe.runtime import evaluation_workers
+from aqnpipe.runtime.evaluation_workers import EvaluatedCheckpoint, evaluate_run
 from aqnpipe.runtime.file_lock import run_lock
-from aqnpipe.runtime.run_evaluation import EvaluatedCheckpoint, evaluate_run
 
 STEPS = (4, 8)
 
@@ -105,11 +105,11 @@ def test_the_next_attempt_takes_over_what_an_interrupted_one_finished(tmp_path, 
 
         return of_stage
 
-    monkeypatch.setattr(run_evaluation, "evaluate", ending_at(8))
+    monkeypatch.setattr(evaluation_workers, "evaluate", ending_at(8))
     with pytest.raises(KeyboardInterrupt):
         evaluate_run(checkpoints(tmp_path / "eval", models), problems, tmp_path / "scratch", say=lambda _: None)
     assert not (tmp_path / "eval").exists()
-    monkeypatch.setattr(run_evaluation, "evaluate", ending_at(None))
+    monkeypatch.setattr(evaluation_workers, "evaluate", ending_at(None))
     lines = []
     evaluate_run(checkpoints(tmp_path / "eval", models), problems, tmp_path / "scratch", say=lines.append)
     assert evaluated == [4, 8]
@@ -130,7 +130,7 @@ def test_what_an_earlier_attempt_left_is_evaluated_again_if_anything_changed(
         first.outputs.table.write_bytes(first.outputs.table.read_bytes() + b" ")
     again = []
     monkeypatch.setattr(
-        run_evaluation, "evaluate", lambda spec, *rest: (again.append(spec.step), evaluate(spec, *rest))
+        evaluation_workers, "evaluate", lambda spec, *rest: (again.append(spec.step), evaluate(spec, *rest))
     )
     evaluate_run([checkpoint(4, tmp_path / "eval", folder, **changes)], problems, scratch, say=lambda _: None)
     assert again == [4]

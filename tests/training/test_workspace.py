@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from aqnpipe.artifacts.durable_files import damage, digests_of
+from aqnpipe.artifacts.files import damage, digests_of
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.training.workspace import open_workspace, promote
 

@@ -318,7 +318,10 @@ def test_an_unknown_arm_in_a_path_is_one_line_in_a_study_of_many_arms(copy_of):
     copy_of.edit_yaml(STUDY, lambda study: study["arms"].extend(names))
     run = copy_of.snakemake("--dry-run", str(RESULTS / "runs/base/armX/seed0/run.json"))
     assert run.returncode == 2
-    assert "results/smoke/runs/base/armX/seed0/run.json: unknown arm 'armX' (did you mean arm" in run.stdout
+    assert (
+        "results/smoke/runs/base/armX/seed0/run.json: found arm armX, expected a known name (did you mean arm"
+        in run.stdout
+    )
     assert "Traceback" not in run.stdout
 
 
@@ -491,7 +494,7 @@ def test_noise_disabled_by_hand_fails_the_run_and_says_where(copy_of):
     ("edit", "message"),
     [
         (lambda c: c["training"].update(learning_rat=1), "config/smoke.yaml: training.learning_rat: unknown key"),
-        (lambda c: c.update(arms=["baseline", "E99"]), "config/smoke.yaml: arms: unknown arm 'E99'"),
+        (lambda c: c.update(arms=["baseline", "E99"]), "config/smoke.yaml: arms.1: found 'E99', expected"),
         (lambda c: c["models"]["base"].update(source="./no/model"), "models.base.source"),
     ],
 )

@@ -14,9 +14,9 @@ from snakemake import sourcecache
 
 from aqnpipe.artifacts.files import remove_staged
 from aqnpipe.artifacts.provenance import code_digest
-from aqnpipe.artifacts.retention import why_weights_are_gone
+from aqnpipe.artifacts.runs import why_weights_are_gone
 from aqnpipe.cli.check import announcement
-from aqnpipe.cli.job_devices import device_problem, shards_problem, shards_without_devices, workers_problem
+from aqnpipe.cli.profile_file import device_problem, shards_problem, shards_without_devices, workers_problem
 from aqnpipe.cli.memory_estimate import declared_megabytes
 from aqnpipe.cli.results import PARTIAL
 from aqnpipe.cli.study import open_study
@@ -24,7 +24,7 @@ from aqnpipe.comparison.look_states import progress, register_design, registered
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import rule_on
 from aqnpipe.config.study import shown_path
-from aqnpipe.config.validation_messages import unknown
+from aqnpipe.config.validation_messages import one_of
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DeviceError, ModelError
 from aqnpipe.runtime.device_allocation import computes_on_cpu
 from aqnpipe.runtime.job_records import JobRecords
@@ -345,8 +345,8 @@ def unknown_arm():
         file = path if os.path.isabs(path) else os.path.relpath(path)
         for producer in filter(lambda each: each.is_producer(file), workflow.rules):
             arm = producer.get_wildcards(file).get("arm", PRETRAINED)
-            if arm not in known:
-                return f"{path}: {unknown('arm', arm, known)}"
+            if expected := one_of(arm, known):
+                return f"{path}: found arm {arm}, expected {expected}"
     return None
 
 

@@ -11,7 +11,7 @@ leases, workers = snakemake.resources.get("devices", 0), int(snakemake.resources
 devices = workers * specs[0].generation.tensor_parallel
 with logged_device_job(log, specs[0].device, leases, devices, "evaluation or prompt") as say:
     from aqnpipe.evaluation.stage import EvaluationOutputs
-    from aqnpipe.runtime.run_evaluation import EvaluatedCheckpoint, evaluate_run
+    from aqnpipe.runtime.evaluation_workers import EvaluatedCheckpoint, evaluate_run
 
     files = zip(snakemake.output.tables, snakemake.output.receipts, snakemake.output.records, strict=True)
     evaluate_run(

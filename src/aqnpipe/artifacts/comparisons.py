@@ -1,7 +1,7 @@
 """Artifacts of the compare stage: accuracies, comparisons, robustness over noise, and claims with their verdicts.
 
 Of a study that adds seeds until its claims are decided, also its design and a record of every look; of one that
-evaluates on several machines, the differences between them.
+evaluates on several machines, the differences between them. Also the output of `aqnpipe robustness`.
 """
 
 from typing import Literal, Optional
@@ -20,7 +20,7 @@ futile: unlikely to be decided by the planned maximum. invalid: the comparison c
 """
 
 
-class AccuracyTable(Table):
+class AccuracyTable(Table, unique=("model", "arm", "seed", "step", "noise_level")):
     """results/accuracy.parquet: one checkpoint at one noise level per row; fractions, over noise seeds and samples.
 
     `noise_level`: a relative scale below 1, or the number of a named noise, whose name is in `noise` (a column that
@@ -53,11 +53,6 @@ class AccuracyTable(Table):
     parse_failure_last_number: float = pa.Field(ge=0, le=1)
     parse_failure_harness_strict: float = pa.Field(ge=0, le=1)
     parse_failure_harness_flexible: float = pa.Field(ge=0, le=1)
-
-    class Config:
-        """One row per checkpoint and level."""
-
-        unique = ["model", "arm", "seed", "step", "noise_level"]  # noqa: RUF012 - pandera's own form
 
 
 class ComparisonTable(Table):
@@ -118,7 +113,7 @@ class ComparisonTable(Table):
     verdict: str = pa.Field(isin=["supported", "refuted", "equivalent", "not_shown", "invalid"])
 
 
-class RobustnessTable(Table):
+class RobustnessTable(Table, unique=("model", "arm")):
     """results/robustness.parquet: an arm over all noise levels after its last step, one row each; fractions.
 
     Descriptive: no part of a family, p-values unadjusted. `slope` is the change of accuracy per 0.1 of relative noise
@@ -140,13 +135,8 @@ class RobustnessTable(Table):
     slope_p: float = pa.Field(nullable=True)
     problem: str = pa.Field(nullable=True)
 
-    class Config:
-        """One row per arm."""
 
-        unique = ["model", "arm"]  # noqa: RUF012 - pandera's own form
-
-
-class DifferenceTable(Table):
+class DifferenceTable(Table, unique=("model", "arm", "noise_level")):
     """results/differences.parquet: an arm minus the reference arm of its model at one noise level, after the last step.
 
     The reference is the first arm without noise, AQN or simulated machine, else the pretrained model. Descriptive: no
@@ -164,11 +154,6 @@ class DifferenceTable(Table):
     ci_low: float = pa.Field(nullable=True)
     ci_high: float = pa.Field(nullable=True)
     problem: str = pa.Field(nullable=True)
-
-    class Config:
-        """One row per arm and level."""
-
-        unique = ["model", "arm", "noise_level"]  # noqa: RUF012 - pandera's own form
 
 
 ClaimVerdict = Literal["supported", "refuted", "equivalent", "not_shown", "invalid"]
@@ -352,7 +337,7 @@ class ClaimsFile(Artifact):
     tables_sha256: dict[str, str] = Field(default_factory=dict)
 
 
-class MachineDifferenceTable(Table):
+class MachineDifferenceTable(Table, unique=("machine", "model", "arm", "step", "noise_level")):
     """Accuracy on a machine of `evaluation.machines` minus that by the study itself, of the same weights.
 
     One row per machine, arm, step and noise level, over all training seeds. Descriptive: no part of a family.
@@ -384,7 +369,70 @@ class MachineDifferenceTable(Table):
     differs_in: str = pa.Field(nullable=True)
     problem: str = pa.Field(nullable=True)
 
-    class Config:
-        """One row per machine, arm, step and level."""
 
-        unique = ["machine", "model", "arm", "step", "noise_level"]  # noqa: RUF012 - pandera's own form
+ComparisonKind = Literal["noise", "accuracy", "degradation"]
+"""noise: one checkpoint at a level against itself without noise. accuracy: two checkpoints at one level.
+
+degradation: the change of the first from no noise to a level, minus that of the second; above 0, the first loses less.
+"""
+
+
+class CheckpointAccuracy(Artifact):
+    """Accuracy of a checkpoint at one noise level, a fraction, with its Wilson interval over questions."""
+
+    checkpoint: str
+    noise_level: float = Field(description="a relative scale below 1, or the number of a named noise")
+    noise: str | None = Field(default=None, description="the name of a named noise")
+    num_questions: int
+    num_noise_seeds: int
+    accuracy: float
+    ci_low: float
+    ci_high: float
+    truncated_fraction: float = Field(description="share of responses that were cut off at the token limit")
+    parse_failure_fraction: float = Field(description="share of responses in which the scorer finds no answer")
+
+
+class CheckpointComparison(Artifact):
+    """One paired comparison over questions; numbers are null where `refusal` says why it cannot be made.
+
+    `p_holm` is adjusted over all comparisons of the same kind. The interval at confidence `interval_level` excludes
+    0 if and only if `p_holm` shows a difference.
+    """
+
+    kind: ComparisonKind
+    first: str
+    second: str
+    noise_level: float
+    noise: str | None = None
+    difference: float | None = None
+    interval_level: float | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    p_value: float | None = None
+    p_holm: float | None = None
+    method: str | None = None
+    questions_needed: int | None = Field(default=None, description="that would decide an open comparison")
+    refusal: str | None = None
+
+
+class EvaluatedCheckpoint(Artifact):
+    """A checkpoint: its name, where it came from, and the digest of its weights."""
+
+    name: str
+    source: str
+    weights_sha256: str
+
+
+class RobustnessReport(Artifact):
+    """robustness.json: everything that `aqnpipe robustness` found."""
+
+    data: str
+    prompt: str
+    scorer: str
+    operators: str
+    dtype: str
+    alpha: float
+    checkpoints: tuple[EvaluatedCheckpoint, ...]
+    accuracies: tuple[CheckpointAccuracy, ...]
+    comparisons: tuple[CheckpointComparison, ...]
+    notes: tuple[str, ...]

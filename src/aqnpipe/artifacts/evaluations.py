@@ -70,7 +70,7 @@ def last_evaluations(results: Path) -> tuple[EvaluationFiles, ...]:
     return tuple(latest.values())
 
 
-class EvaluationTable(Table):
+class EvaluationTable(Table, unique=("question_id", "noise_level", "noise_seed", "sample")):
     """results/eval/.../step<N>.parquet: a row per question, noise level, noise seed and sample.
 
     `cluster`: of the question, the unit of tests and intervals; absent where that is the question. `batch`: number of
@@ -112,8 +112,3 @@ class EvaluationTable(Table):
     correct_task: Optional[bool]  # noqa: UP045
     response_tokens: int = pa.Field(ge=0)
     finish_reason: str = pa.Field(isin=["stop", "length"])
-
-    class Config:
-        """One row per question, pass and sample."""
-
-        unique = ["question_id", "noise_level", "noise_seed", "sample"]  # noqa: RUF012 - pandera's own form

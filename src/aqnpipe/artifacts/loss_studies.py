@@ -9,7 +9,7 @@ from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
 from aqnpipe.artifacts.files import Table
 
 
-class LossStudyTable(Table):
+class LossStudyTable(Table, unique=("question_id", "condition", "magnitude", "order", "noise_seed")):
     """results/loss_study/<model>/<name>.parquet: the loss of one text in one pass per row, in nats per token.
 
     `loss`: mean cross entropy of the gold solution's tokens given the question; `text_loss`: of all tokens but the
@@ -29,11 +29,6 @@ class LossStudyTable(Table):
     scored_tokens: int = pa.Field(ge=1)
     text_tokens: int = pa.Field(ge=1)
     survival_rate: float = pa.Field(ge=0, le=1)
-
-    class Config:
-        """One row per text and pass."""
-
-        unique = ["question_id", "condition", "magnitude", "order", "noise_seed"]  # noqa: RUF012 - pandera's own form
 
 
 class LossStudyCondition(Artifact):

@@ -16,14 +16,14 @@ from aqnpipe.cli.cost_estimate import (
     estimate_study,
     mean_prompt_tokens,
 )
-from aqnpipe.cli.job_devices import device_problem, shards_problem
 from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory, training_memory
 from aqnpipe.cli.options import TrustCode
+from aqnpipe.cli.profile_file import device_problem, shards_problem
 from aqnpipe.cli.study import open_study
-from aqnpipe.config.analysis import AdaptiveSeeds
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, key_values
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import Keep
+from aqnpipe.config.yaml_file import typed_scalars, validated
 from aqnpipe.errors import ConfigError
 
 _SHOWN_NAMES = 20
@@ -116,7 +116,8 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
     try:
         estimate, missing = estimate_study(plan, assumptions), None
         if plan.study.adaptive_seeds is not None:
-            at_most = estimate_study(_with_all_seeds(plan, plan.study.adaptive_seeds), assumptions)
+            # Of a study that has added all seeds that it may add, in all arms.
+            at_most = estimate_study(StudyPlan(plan.study.with_seeds(plan.study.adaptive_seeds.max)), assumptions)
     except ConfigError as error:
         estimate, missing = None, str(error)
     return CheckedStudy(
@@ -134,11 +135,6 @@ def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
         at_most=at_most,
         missing=missing,
     )
-
-
-def _with_all_seeds(plan: StudyPlan, rule: AdaptiveSeeds) -> StudyPlan:
-    """Return the plan of a study that has added all seeds that it may add, in all arms."""
-    return StudyPlan(plan.study.with_seeds(rule.max))
 
 
 def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) -> list[str]:
@@ -159,36 +155,22 @@ def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) 
 
 def announcement(plan: StudyPlan) -> str | None:
     """Return a line on the cost of a large study, which the workflow prints before it starts; None for a small one."""
-    try:
-        estimate = estimate_study(plan, Assumptions())
-        rule = plan.study.adaptive_seeds
-        at_most = None if rule is None else estimate_study(_with_all_seeds(plan, rule), Assumptions())
-    except ConfigError as error:
-        return f"estimated cost: unknown, {error}"
-    if (at_most or estimate).device_hours < LARGE_STUDY_HOURS:
+    checked = check_study(plan, Assumptions())
+    shown = checked.at_most or checked.estimate
+    if shown is None:
+        return f"estimated cost: unknown, {checked.missing}"
+    if shown.device_hours < LARGE_STUDY_HOURS:
         return None
-    shown = at_most or estimate
     return (
-        f"estimated cost: {'at most ' if at_most else ''}{shown.device_hours:,.3g} {shown.rates.device} hours and "
-        f"{shown.disk_gigabytes:,.3g} GB of disk (`aqnpipe check` prints what this assumes)"
+        f"estimated cost: {'at most ' if checked.at_most else ''}{shown.device_hours:,.3g} {shown.rates.device} hours "
+        f"and {shown.disk_gigabytes:,.3g} GB of disk (`aqnpipe check` prints what this assumes)"
     )
 
 
 def _sizes(parameters: list[str], plan: StudyPlan) -> dict[str, float]:
-    sizes = {}
-    for option in parameters:
-        role, _, text = option.partition("=")
-        if role not in plan.study.config.models:
-            names = ", ".join(plan.study.config.models)
-            expected = f"ROLE=NUMBER, roles {names}" if plan.study.has_training else f"NAME=NUMBER, checkpoints {names}"
-            raise ConfigError(f"--parameters {option}: expected {expected}")
-        try:
-            sizes[role] = float(text)
-        except ValueError as error:
-            raise ConfigError(f"--parameters {option}: found {text!r}, expected a number") from error
-        if not 0 < sizes[role] < float("inf"):
-            raise ConfigError(f"--parameters {option}: expected a number above 0")
-    return sizes
+    """Return the sizes of models by role; ConfigError for an unknown role, and for what is no number above 0."""
+    given = key_values("--parameters", ",".join(parameters), plan.study.config.models) if parameters else {}
+    return validated(Assumptions, {"parameters": typed_scalars(given)}, "--parameters").parameters
 
 
 def _rates(plan: StudyPlan, tflops: float | None, training: float | None, generation: float | None) -> Rates | None:

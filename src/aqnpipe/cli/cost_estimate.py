@@ -9,10 +9,10 @@ that of the host, if it is longer.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import ceil
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.generation import RequestedBackend
 from aqnpipe.config.model import BUILTIN_MODELS, Attention, num_layers_in, source_kind
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.config.training import LoraConfig, TrainingConfig
+from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.shapes import ModelShape, ParameterCount, shape_of
 
@@ -86,7 +86,9 @@ class Assumptions(FrozenModel):
 
     prompt_tokens: float | None = Field(default=None, gt=0)
     response_tokens: float | None = Field(default=None, gt=0)
-    parameters: dict[str, float] = Field(default={}, description="number of parameters of roles whose size is unknown")
+    parameters: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={}, description="number of parameters of roles whose size is unknown"
+    )
     rates: Rates | None = None
 
 
@@ -157,60 +159,47 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     prompt, prompt_source = mean_prompt_tokens(plan, assumptions)
     rates = assumptions.rates or default_rates(plan)
     sizes = {name: _size_of(plan, name, assumptions) for name in plan.study.models()}
-    stored = _checkpoint_bytes(plan, sizes)
     work = [*_training(plan, prompt, assumptions), *_evaluation(plan, prompt, assumptions)]
     phases = _summed([part.cost(sizes[part.role], rates) for part in work])
     num_jobs = len(plan.runs()) + plan.num_evaluations
-    working = max((_working_bytes(plan, size) for size in sizes.values()), default=0.0)
     hours = sum(phase.device_hours for phase in phases) + num_jobs * rates.seconds_per_job / _SECONDS_PER_HOUR
+    config, training = plan.study.config, plan.study.config.training
+    # The cores of this machine for a CPU, else the devices that a run or an evaluation takes.
+    devices = config.generation.tensor_parallel if training is None else training.num_workers
+    prepared = sum(size.num_parameters * BYTES[config.models[role].dtype] for role, size in sizes.items())
+    stored = {role: _checkpoint_bytes(size, training) for role, size in sizes.items()} if training else {}
+    points = max((_resume_bytes(size, training) for size in sizes.values()), default=0.0) if training else 0.0
+    # Checkpoints that go once a run is evaluated; where seeds are added, none so early.
+    removes = plan.study.adaptive_seeds is None and plan.removal_files()
+    removed = len(plan.checkpoint_steps) - 1 if removes else 0
+    kept = len(plan.checkpoint_steps) - removed
     return Estimate(
         phases=phases,
         device_hours=hours,
-        num_devices=_num_devices(plan, rates),
-        checkpoint_gigabytes=sum(_kept_checkpoints(plan) * stored[role] for role, _, _ in plan.runs()) / 1e9,
-        model_gigabytes=sum(
-            size.num_parameters * BYTES[plan.study.config.models[role].dtype] for role, size in sizes.items()
-        )
-        / 1e9,
-        run_gigabytes=(working + _removed_checkpoints(plan) * max(stored.values(), default=0.0)) / 1e9,
+        num_devices=len(os.sched_getaffinity(0)) if rates.device == CPU_CORE.device else devices,
+        checkpoint_gigabytes=sum(kept * stored[role] for role, _, _ in plan.runs()) / 1e9,
+        model_gigabytes=prepared / 1e9,
+        run_gigabytes=(_RESUME_POINTS * points + removed * max(stored.values(), default=0.0)) / 1e9,
         rates=rates,
         assumed=f"{prompt_source}, {_response_source(assumptions)}",
-        not_counted=(
-            "noise",
-            *_weight_syncs(plan),
-            *_resume_points(plan.study.config.training, working),
-            "diagnoses",
-            "loss studies",
-            *_on_machines(plan),
-            "statistics and report",
-        ),
+        not_counted=tuple(_not_counted(plan, points)),
     )
 
 
-def _num_devices(plan: StudyPlan, rates: Rates) -> int:
-    """Return the cores of this machine for a CPU, else the devices that a run or an evaluation takes."""
-    training = plan.study.config.training
-    if rates.device == CPU_CORE.device:
-        return len(os.sched_getaffinity(0))
-    return plan.study.config.generation.tensor_parallel if training is None else training.num_workers
-
-
-def _weight_syncs(plan: StudyPlan) -> tuple[str, ...]:
-    on_vllm = any(uses_vllm_for_rollouts(plan, plan.study.arms[arm]) for _, arm, _ in plan.runs())
-    return ("weight syncs",) if on_vllm else ()
-
-
-def _resume_points(training: TrainingConfig | None, working: float) -> tuple[str, ...]:
-    if training is None or not working:
-        return ()
-    share, seconds = training.resume_share, working / _RESUME_POINTS / training.num_workers / 1e9
-    often = f"every {training.resume_interval} steps" if share is None else f"at most {share:.0%} of a run's time"
-    return (f"resume points ({often}; {seconds:.2g} s each at 1 GB/s per worker)",)
-
-
-def _on_machines(plan: StudyPlan) -> tuple[str, ...]:
-    machines = plan.study.config.evaluation.machines
-    return (f"evaluations on {', '.join(machines)}",) if machines else ()
+def _not_counted(plan: StudyPlan, points: float) -> Iterator[str]:
+    """Yield what an estimate leaves out; `points`: bytes of a resume point."""
+    training, machines = plan.study.config.training, plan.study.config.evaluation.machines
+    yield "noise"
+    if any(uses_vllm_for_rollouts(plan, plan.study.arms[arm]) for _, arm, _ in plan.runs()):
+        yield "weight syncs"
+    if training is not None and points:
+        share, seconds = training.resume_share, points / training.num_workers / 1e9
+        often = f"every {training.resume_interval} steps" if share is None else f"at most {share:.0%} of a run's time"
+        yield f"resume points ({often}; {seconds:.2g} s each at 1 GB/s per worker)"
+    yield from ("diagnoses", "loss studies")
+    if machines:
+        yield f"evaluations on {', '.join(machines)}"
+    yield "statistics and report"
 
 
 def default_rates(plan: StudyPlan) -> Rates:
@@ -366,39 +355,15 @@ def _summed(costs: list[PhaseCost]) -> tuple[PhaseCost, ...]:
     )
 
 
-def _checkpoint_bytes(plan: StudyPlan, sizes: Mapping[str, Size]) -> dict[str, float]:
-    """Return the size of a checkpoint by role: of whole weights, or of adapters, which are stored in float32."""
-    training = plan.study.config.training
-    if training is None:
-        return {}
-    lora = training.lora
-    return {
-        role: size.num_parameters * BYTES[training.weights_dtype] if lora is None else _adapter_bytes(size, lora)
-        for role, size in sizes.items()
-    }
-
-
-def _kept_checkpoints(plan: StudyPlan) -> int:
-    """Return the number of checkpoints of a run that stay."""
-    return len(plan.checkpoint_steps) - _removed_checkpoints(plan)
-
-
-def _removed_checkpoints(plan: StudyPlan) -> int:
-    """Return the number of checkpoints of a run that go once it is evaluated; where seeds are added, none so early."""
-    removes = plan.study.adaptive_seeds is None and plan.removal_files()
-    return len(plan.checkpoint_steps) - 1 if removes else 0
-
-
-def _adapter_bytes(size: Size, lora: LoraConfig) -> float:
-    """Return the bytes of the adapters of a model; 0 if its shape is not known."""
+def _checkpoint_bytes(size: Size, training: TrainingConfig) -> float:
+    """Return the bytes of a checkpoint: of whole weights, or of adapters in float32 (0 if the shape is not known)."""
+    if training.lora is None:
+        return size.num_parameters * BYTES[training.weights_dtype]
     if not isinstance(size, ModelShape):
         return 0.0
-    return BYTES["float32"] * size.adapter_parameters(lora.rank, lora.target_modules)
+    return BYTES["float32"] * size.adapter_parameters(training.lora.rank, training.lora.target_modules)
 
 
-def _working_bytes(plan: StudyPlan, size: Size) -> float:
-    """Return the size of the resume points of a run: trained weights and both moments of Adam."""
-    training = plan.study.config.training
-    if training is None or training.lora:
-        return 0.0
-    return _RESUME_POINTS * (1 + _ADAM_MOMENTS) * size.num_parameters * BYTES[training.weights_dtype]
+def _resume_bytes(size: Size, training: TrainingConfig) -> float:
+    """Return the bytes of a resume point: trained weights and both moments of Adam; few with adapters, not counted."""
+    return 0.0 if training.lora else (1 + _ADAM_MOMENTS) * size.num_parameters * BYTES[training.weights_dtype]

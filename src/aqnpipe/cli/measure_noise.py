@@ -15,7 +15,7 @@ from aqnpipe.config.model import Attention, Dtype, ModelConfig
 from aqnpipe.config.noise import FakeQuantization, OperatorNoise
 from aqnpipe.config.own_code import refuse_foreign_code
 from aqnpipe.config.study import read_arms
-from aqnpipe.config.validation_messages import unknown
+from aqnpipe.config.validation_messages import one_of
 from aqnpipe.errors import ConfigError, ReceiptError
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def measure_noise(
     from aqnpipe.noise.measure_arm import measure_arm
 
     known = read_arms(arms)
-    if arm not in known:
-        raise ConfigError(f"--arm: {unknown('arm', arm, sorted(known), f'{arms} defines')}")
+    if expected := one_of(arm, sorted(known)):
+        raise ConfigError(f"--arm: found {arm!r}, expected {expected}, which {arms} defines")
     requested = _without_machine(arm, known[arm])
     if not trust_code:
         refuse_foreign_code(requested, [arms])

@@ -15,7 +15,6 @@ from aqnpipe.cli.options import TrustCode
 from aqnpipe.cli.study import open_study
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, LocalDataset
-from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError, DataError
 
@@ -98,7 +97,7 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
     rule = opened.study.adaptive_seeds
     if rule is not None:
         opened = StudyPlan(opened.study.with_seeds(rule.max))
-    measured = {} if results is None else _variances(results, scorer_column(config.evaluation.primary_scorer))
+    measured = {} if results is None else _variances(results, config.evaluation.primary_scorer, config.statistics.alpha)
     estimate = estimate_study(opened, assumptions)
     evaluation = sum(phase.device_hours for phase in estimate.phases if phase.phase == "evaluation")
     training = sum(phase.device_hours for phase in estimate.phases) - evaluation
@@ -209,27 +208,34 @@ def _clusters(dataset: DatasetConfig, num_questions: int) -> "Clusters | None":
     return Clusters.of(problems["cluster"].to_list()) if "cluster" in problems.columns else None
 
 
-def _variances(results: Path, scorer: str) -> "dict[float, Pilot]":
+def _variances(results: Path, scorer: str, alpha: float) -> "dict[float, Pilot]":
     """Return the variances of pairs of arms by noise level, after the last step, from a results folder."""
+    from aqnpipe.artifacts.evaluations import last_evaluations
+    from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluations
     from aqnpipe.statistics.planning import pilot_of
 
-    scores, clusters = _scores(results, scorer), _clusters_in(results)
-    found = {}
+    loaded = load_evaluations((EvaluationInput(**vars(one)) for one in last_evaluations(results)), scorer, alpha)
+    scores: dict[tuple[str, str, float], dict[int, FloatArray]] = {}
+    for (model, arm, seed, _), one in loaded.items():
+        for level, found in one.levels.items():
+            scores.setdefault((model, arm, level), {})[seed] = found.correct
+    clusters = next((found.clusters for one in loaded.values() for found in one.levels.values()), None)
+    pilots = {}
     for level in sorted({key[2] for key in scores}):
         arms = [(role, arm) for role, arm, at_level in scores if at_level == level]
         pairs = [(first, second) for first, second in combinations(arms, 2) if first[0] == second[0]]
         tables = [_on_common_seeds(scores[*first, level], scores[*second, level]) for first, second in pairs]
         pilot = pilot_of([pair for pair in tables if pair is not None], len(arms), clusters)
         if pilot is not None:
-            found[level] = pilot
-    if not found:
+            pilots[level] = pilot
+    if not pilots:
         state = "found no two arms with two common seeds" if results.is_dir() else "no such folder"
         raise DataError(f"{results}: {state}, expected a finished study's results")
-    return found
+    return pilots
 
 
 def _on_common_seeds(
-    first: "Mapping[str, FloatArray]", second: "Mapping[str, FloatArray]"
+    first: "Mapping[int, FloatArray]", second: "Mapping[int, FloatArray]"
 ) -> "tuple[FloatArray, FloatArray] | None":
     """Return scores[seed, noise draw, question] on the seeds that two arms share; None below two, or of unlike shape.
 
@@ -241,41 +247,6 @@ def _on_common_seeds(
     if len(seeds) < 2 or len({arm[seed].shape for arm in (first, second) for seed in seeds}) > 1:
         return None
     return np.stack([first[seed] for seed in seeds]), np.stack([second[seed] for seed in seeds])
-
-
-def _scores(results: Path, scorer: str) -> "dict[tuple[str, str, float], dict[str, FloatArray]]":
-    """Return scores[noise draw, question] of every role, arm and level after its last step, by name of the seed."""
-    from aqnpipe.artifacts.evaluations import last_evaluations
-
-    runs: dict[tuple[str, str, float], dict[str, FloatArray]] = {}
-    for one in last_evaluations(results):
-        for level, scored in _by_level(one.table, scorer):
-            runs.setdefault((one.model, one.arm, level), {})[f"seed{one.seed}"] = scored
-    return runs
-
-
-def _clusters_in(results: Path) -> "Clusters | None":
-    """Return the clusters of the questions of a results folder, in the order of their ids; None without any."""
-    from aqnpipe.artifacts.evaluations import EvaluationTable, last_evaluations
-    from aqnpipe.artifacts.files import read_table
-    from aqnpipe.statistics.clusters import Clusters
-
-    table = next((read_table(one.table, EvaluationTable) for one in last_evaluations(results)), None)
-    if table is None or "cluster" not in table.columns:
-        return None
-    return Clusters.of(table.unique("question_id").sort("question_id")["cluster"].to_list())
-
-
-def _by_level(path: Path, scorer: str) -> "Iterator[tuple[float, FloatArray]]":
-    import polars as pl
-
-    from aqnpipe.artifacts.evaluations import EvaluationTable
-    from aqnpipe.artifacts.files import read_table
-
-    keys = ["noise_level", "noise_seed", "question_id"]
-    means = read_table(path, EvaluationTable).group_by(keys).agg(pl.col(f"correct_{scorer}").mean()).sort(keys)
-    for (level,), part in means.group_by("noise_level", maintain_order=True):
-        yield float(level), part[f"correct_{scorer}"].to_numpy().reshape(part["noise_seed"].n_unique(), -1)
 
 
 def _lines(found: StudyPrognosis) -> Iterator[str]:

@@ -258,8 +258,7 @@ def _damages_of_files(records: Mapping[Path, "JobRecord"], results: Path) -> Ite
 def _damages_of_runs(records: Mapping[Path, "JobRecord"], results: Path) -> Iterator[Damage]:
     """Yield files of training runs, such as those of checkpoints, that are not as the record of the run says."""
     from aqnpipe.artifacts.files import read_json
-    from aqnpipe.artifacts.retention import read_removed
-    from aqnpipe.artifacts.runs import RunRecord, has_digest
+    from aqnpipe.artifacts.runs import RunRecord, has_digest, read_removed
 
     of_jobs = {str(results / name) for record in records.values() for name in record.outputs}
     runs = [

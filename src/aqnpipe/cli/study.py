@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.cross_references import validation_problem
+from aqnpipe.config.cross_references import expected_validation_questions
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
-from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
+from aqnpipe.config.evaluation import EvaluationNoise, settings_of
 from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, source_kind
 from aqnpipe.config.noise import ModuleNoise
 from aqnpipe.config.own_code import refuse_foreign_code
@@ -100,8 +100,9 @@ def _check_dataset(study: Study, source: str) -> None:
 
     with _about(f"{source}: dataset"):
         sizes = {split: len(load_problems(dataset, split)) for split in StudyPlan(study).splits()}
-    if problem := validation_problem(study.config, sizes.get("test")):
-        raise ConfigError(f"{source}: training.validation_questions: {problem}")
+    if study.config.training and (expected := expected_validation_questions(study.config, sizes.get("test"))):
+        asked = study.config.training.validation_questions
+        raise ConfigError(f"{source}: training.validation_questions: found {asked}, expected {expected}")
 
 
 def _check_task(dataset: LmEvalDataset, source: str) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from aqnpipe.artifacts.checkpoints import (
+from aqnpipe.artifacts.comparisons import (
     CheckpointAccuracy,
     CheckpointComparison,
     ComparisonKind,

@@ -18,8 +18,7 @@ from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
 from aqnpipe.artifacts.measured_errors import evaluation_with_figures, training_with_figures
 from aqnpipe.artifacts.problems import ProblemTable
-from aqnpipe.artifacts.retention import read_removed
-from aqnpipe.artifacts.runs import RunRecord, first_difference, record_problems
+from aqnpipe.artifacts.runs import RunRecord, first_difference, read_removed, record_problems
 from aqnpipe.artifacts.training_facts import recorded_fact_problems
 from aqnpipe.config.dataset import LmEvalDataset
 from aqnpipe.config.plan import StudyPlan

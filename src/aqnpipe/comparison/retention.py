@@ -10,14 +10,14 @@ from pathlib import Path
 
 from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json, write_json
-from aqnpipe.artifacts.retention import (
+from aqnpipe.artifacts.runs import (
     REMOVED_WEIGHTS_FILE,
     RemovedWeights,
     RetainedRun,
+    RunRecord,
     read_removed,
     why_weights_are_gone,
 )
-from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.contrasts import RefusedError, refuse_bad_evaluation
 from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
 from aqnpipe.comparison.lineage import lineage_problems

@@ -1,11 +1,15 @@
-"""Training seeds, declared comparisons, and the settings of statistics and report."""
+"""Training seeds, declared comparisons and the usual ones of a study without, and settings of statistics and report."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, WithJsonSchema, model_validator
 
+from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, TrainingSeed
+from aqnpipe.config.noise import AdaptiveNoise
 
 PRETRAINED = "pretrained"
 """Used in place of an arm id: the model before training."""
@@ -255,3 +259,168 @@ Seeds = Annotated[
 def seed_numbers(seeds: tuple[int, ...] | AdaptiveSeeds) -> tuple[int, ...]:
     """Return all seeds that a study may use: those of the list, or 0 to max - 1."""
     return tuple(range(seeds.max)) if isinstance(seeds, AdaptiveSeeds) else seeds
+
+
+def default_comparisons(
+    arms: Mapping[str, Arm],
+    noise_levels: Sequence[float],
+    names: Mapping[float, str] = MappingProxyType({}),
+    *,
+    every_level: bool = False,
+) -> tuple[Comparison, ...]:
+    """Return the usual comparisons for `arms`, A/A controls excluded; the controls among them are in no family.
+
+    - arms: a clean arm against the pretrained model; a noise arm against the clean arm; an AQN arm against the arm with
+      the same noise and no AQN; an arm with sigmas from a diagnosis against the one with uniform sigmas and, if it
+      is robust_first, against the same sigmas in a random order.
+    - levels (controls): every arm at the highest noise level, and under each named noise, against itself without noise.
+    - degradation: accuracy lost to that level, by a noise or AQN arm against each of its counterparts.
+
+    `names` of the named noises by level, under which arms are compared as at the highest level. With `every_level` they
+    are compared like that at all levels.
+    Comparisons that need level 0, or a level above 0, are omitted if the study does not evaluate it.
+    """
+    usual = {name: arm for name, arm in arms.items() if arm.aa_control_of is None}
+    pairs = [(name, control) for name in usual for control in _controls(name, usual)]
+    # What costs accuracy without noise is the noise in training.
+    is_lower = {pair: pair[1] != PRETRAINED and usual[pair[0]].aqn is None for pair in pairs}
+    of_training = [pair for pair in pairs if pair[1] != PRETRAINED]
+    clean = 0.0 in noise_levels
+    levels = sorted(noise_levels) if every_level else [max(noise_levels)]
+    noisy = [level for level in (*levels, *names) if level > 0]
+    found: list[Comparison] = []
+    for pair in pairs:
+        kept = {"family": "arms"} if pair in of_training else {"role": "control"}
+        if clean:
+            found.append(_claimed("arms", "lower" if is_lower[pair] else "higher", 0.0, names, *pair, **kept))
+        for level in noisy if pair in of_training else ():
+            found.append(_claimed("arms", "higher", level, names, *pair, **kept))
+    if clean:
+        found += [_claimed("levels", None, level, names, name, role="control") for level in noisy for name in usual]
+        found += [
+            _claimed("degradation", "higher", level, names, *pair, family="degradation")
+            for level in noisy
+            for pair in of_training
+        ]
+    return tuple(found)
+
+
+def all_pairs(
+    checkpoints: Sequence[str], noise_levels: Sequence[float], names: Mapping[float, str] = MappingProxyType({})
+) -> tuple[Comparison, ...]:
+    """Return the comparisons of given checkpoints, in two families, and controls.
+
+    - arms: every pair at every level. Controls: every checkpoint at every level above 0 against itself without noise.
+    - degradation: accuracy lost to the highest level and to each named noise, for every pair.
+
+    `names` of the named noises by level. Comparisons that need level 0 are omitted if the study does not evaluate it.
+    """
+    levels = [*sorted(noise_levels), *names]
+    noisy = [level for level in levels if level > 0] if 0.0 in levels else []
+    last = [level for level in noisy if level in names or level == max(noise_levels)]
+    pairs = list(combinations(checkpoints, 2))
+    return (
+        *(_claimed("arms", "different", level, names, *pair, family="arms") for pair in pairs for level in levels),
+        *(_claimed("levels", None, level, names, name, role="control") for name in checkpoints for level in noisy),
+        *(
+            _claimed("degradation", "different", level, names, *pair, family="degradation")
+            for level in last
+            for pair in pairs
+        ),
+    )
+
+
+def _controls(name: str, arms: Mapping[str, Arm]) -> list[str]:
+    """Return the controls of an arm; none for shuffled sigmas, which are themselves a control (ADR 7)."""
+    arm = arms[name]
+    strategy = arm.aqn.layer_sigmas_strategy if arm.aqn is not None else "published"
+    if strategy == "shuffled_layers":
+        return []
+    return [_counterpart(name, arms), *_shuffled(arm, arms)]
+
+
+def _shuffled(arm: Arm, arms: Mapping[str, Arm]) -> Iterator[str]:
+    """Yield the arms with the sigmas of `arm` in a random order, if it has robust_first and there are any."""
+    if arm.aqn is None or arm.aqn.layer_sigmas_strategy != "robust_first":
+        return
+    wanted = arm.aqn.model_copy(update={"layer_sigmas_strategy": "shuffled_layers"})
+    for name, other in arms.items():
+        if other.aqn == wanted and _noise(other) == _noise(arm) and other.model == arm.model:
+            yield name
+
+
+def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
+    """Return the arm that lacks only the last addition of `name`; the pretrained model if the study has no such arm."""
+    arm, noise = arms[name], _noise(arms[name])
+    wanted: list[tuple[AdaptiveNoise | None, dict[str, object]]] = []
+    if arm.aqn is not None and not arm.aqn.is_uniform:
+        everywhere = {"layer_sigmas_from": None, "layer_sigmas_strategy": "published", "sigmas": None}
+        wanted.append((arm.aqn.model_copy(update={**everywhere, "target_layers": None}), noise))
+    if arm.aqn is not None:
+        wanted.append((None, noise))
+    if _uses_noise(arm):
+        wanted.append((None, _noise(Arm(description=""))))
+    # Arms on other machines are no candidates, because their evaluations differ in more than the training.
+    others = {
+        key: one for key, one in arms.items() if key != name and (one.model, one.machine) == (arm.model, arm.machine)
+    }
+    found = (key for each in wanted for key, one in others.items() if (one.aqn, _noise(one)) == each)
+    return next(found, PRETRAINED)
+
+
+def _noise(arm: Arm) -> dict[str, object]:
+    """Return the settings of the arm other than AQN that define its noise."""
+    return arm.model_dump(
+        exclude={"description", "description_zh", "model", "aqn", "machine", "aa_control_of", "seed_offset"}
+    )
+
+
+def _uses_noise(arm: Arm) -> bool:
+    return arm.aqn is not None or _noise(arm) != _noise(Arm(description=""))
+
+
+_CLAIMS: dict[tuple[str, Direction | None], tuple[str, str]] = {
+    ("arms", "higher"): ("{first} has higher accuracy than {second}{where}", "{where_zh}{first} 的准确率高于 {second}"),
+    ("arms", "lower"): ("{first} has lower accuracy than {second}{where}", "{where_zh}{first} 的准确率低于 {second}"),
+    ("arms", "different"): (
+        "{first} and {second} differ in accuracy{where}",
+        "{where_zh}{first} 与 {second} 的准确率不同",
+    ),
+    ("degradation", "higher"): (
+        "{first} loses less to {noise} than {second}",
+        "{noise_zh}下 {first} 的损失小于 {second}",
+    ),
+    ("degradation", "different"): (
+        "{first} and {second} differ in what {noise} costs them",
+        "{noise_zh}对 {first} 与 {second} 的影响不同",
+    ),
+    ("levels", None): ("{noise} costs {first} accuracy", "{noise_zh}降低 {first} 的准确率"),
+}
+"""Claims by kind and expected direction, in English and Chinese."""
+
+_COMPARISON: TypeAdapter[Comparison] = TypeAdapter(Comparison)
+
+
+def _claimed(
+    kind: str,
+    expected: Direction | None,
+    level: float,
+    names: Mapping[float, str],
+    first: str,
+    second: str = "",
+    **more: str,
+) -> Comparison:
+    """Return a comparison at a level with its claim in words; `more`: its role or family."""
+    percent = f"{100 * level:.3g} %"
+    noise, noise_zh = f"{percent} evaluation noise", f"{percent} 评估噪声"
+    if level in names:
+        noise, noise_zh = f"the noise {names[level]}", f"噪声 {names[level]} "
+    where = f" {'under' if level in names else 'at'} {noise}" if level else ""
+    words = {"first": first, "second": second, "noise": noise, "noise_zh": noise_zh, "where": where}
+    claim, claim_zh = (
+        text.format(**words, where_zh=f"{noise_zh}下" if level else "") for text in _CLAIMS[kind, expected]
+    )
+    sides = {"treatment": first, "control": second, "expected": expected} if second else {"arm": first}
+    return _COMPARISON.validate_python(
+        {"kind": kind, "noise_level": level, "claim": claim, "claim_zh": claim_zh, **sides, **more}
+    )

@@ -1,9 +1,9 @@
 """Rules across the sections of a study: names that must exist, limits, and what cannot be combined.
 
-A rule is a path into the study and a check of each value there. `[*]` stands for every entry of a mapping or a list.
-`arms` are the arms that the study trains, `models` its models or checkpoints, `noises` the settings of the named noises
-of its evaluation. The first problem is reported, so a rule may rely on those before it, as that a machine exists. Each
-problem is one line: file, key, what was found and what is expected.
+A rule is a path into the study and a check, which returns what is expected in place of a value there. `[*]` stands for
+every entry of a mapping or a list. `arms` are the arms that the study trains, `models` its models or checkpoints,
+`noises` the settings of the named noises of its evaluation. All problems have one form: file, key, what was found and
+what is expected. The first is reported, so a rule may rely on those before it, as that a machine exists.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -12,18 +12,18 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from aqnpipe.config.analysis import PRETRAINED, seed_numbers
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import LARGEST_TRAINING_SEED
 from aqnpipe.config.dataset import GeneratedDataset, LmEvalDataset, PromptFormat
 from aqnpipe.config.diagnosis import NEEDS_PARITY
-from aqnpipe.config.evaluation import scorer_problem
-from aqnpipe.config.evaluation_noise import EvaluationNoise, settings_of
-from aqnpipe.config.generation import kinds_without_vllm, why_not_shared, why_vllm_cannot_roll_out
-from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.model import ModelConfig, known_config, num_layers_of, source_kind
+from aqnpipe.config.evaluation import expected_scorer, settings_of
+from aqnpipe.config.generation import is_without_vllm, why_not_shared, why_vllm_cannot_roll_out
+from aqnpipe.config.model import ModelConfig, known_config, noised_attention, num_layers_of, source_kind
 from aqnpipe.config.noise import FakeQuantization
-from aqnpipe.config.validation_messages import unknown
+from aqnpipe.config.validation_messages import one_of, shown
 from aqnpipe.errors import ModelError
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Place = tuple[str, Any, tuple[str, ...]]
 """File and key, the value there, and what stands for each `[*]`."""
+
+Check = Callable[..., str | None]
+"""Takes the scope, a value and what stands for each `[*]`; returns what is expected instead, None if it is right."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,29 @@ class Scope:
             found = [place for start in found for place in _step(start, part)]
         return [place for place in found if place[1] is not None]
 
+    @property
     def trained_arms(self) -> dict[str, Arm]:
-        """Return the arms that the study trains, by name."""
+        """The arms that the study trains, by name."""
         return {name: self.arms[name] for name in self.study.arms} if self.study.training is not None else {}
+
+    @property
+    def used_models(self) -> dict[str, ModelConfig]:
+        """The models of the arms, or the checkpoints."""
+        roles = {arm.model for arm in self.trained_arms.values()}
+        models = self.study.models
+        return {role: models[role] for role in models if role in roles or self.study.training is None}
+
+    @property
+    def is_of_task(self) -> bool:
+        """Return whether a task of lm-evaluation-harness makes the prompts and grades the answers."""
+        return isinstance(self.study.dataset, LmEvalDataset)
 
     def _root(self, name: str) -> tuple[str, Any]:
         match name:
             case "arms":
-                return f"{self.study.arms_file}: arms", self.trained_arms()
+                return f"{self.study.arms_file}: arms", self.trained_arms
             case "models":
-                return f"{self.source}: {_models(self)}", self.study.models
+                return f"{self.source}: {'models' if self.study.training else 'checkpoints'}", self.study.models
             case "checkpoints":
                 return f"{self.source}: checkpoints", None if self.study.training else self.study.models
             case "noises":
@@ -71,22 +87,25 @@ class Scope:
 def _step(place: Place, part: str) -> Iterator[Place]:
     where, value, names = place
     if part != "*":
-        yield f"{where}.{part}", getattr(value, part, None), names
+        field = type(value).model_fields.get(part) if isinstance(value, BaseModel) else None
+        yield f"{where}.{(field and field.alias) or part}", getattr(value, part, None), names
     elif value is not None:
         for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield f"{where}.{key}", entry, (*names, str(key))
 
 
-Check = Callable[..., str | None]
-"""Takes the scope, the value and what stands for each `[*]`; returns the problem, which may begin with `.key`."""
+def _found(where: str, value: Any) -> str:
+    """Return a value as it is written; of settings, and of what has none, their key."""
+    if isinstance(value, BaseModel):
+        return where.rpartition(".")[2]
+    if not isinstance(value, tuple):
+        return shown(value)
+    return f"{len(value)} entries" if any(isinstance(part, BaseModel) for part in value) else shown(list(value))
 
 
-def _known(kind: str, section: str) -> Check:
-    return lambda scope, name, *_: _missing(kind, name, getattr(scope.study, section))
-
-
-def _missing(kind: str, name: str, known: Collection[str]) -> str | None:
-    return None if name in known else unknown(kind, name, known)
+def _in(section: str) -> Check:
+    """Return the check that a name is one of those in a section."""
+    return lambda scope, name, *_: one_of(name, getattr(scope.study, section))
 
 
 def _at_most(key: str, *, below: bool = False) -> Check:
@@ -96,53 +115,45 @@ def _at_most(key: str, *, below: bool = False) -> Check:
         limit = attrgetter(key)(scope.study)
         if limit is None or asked < limit + (not below):
             return None
-        return f"found {asked}, expected {'fewer than' if below else 'at most'} {key} {limit}"
+        return f"{'fewer than' if below else 'at most'} {key} {limit}"
 
     return check
 
 
+def _usual_of_task(setting: str) -> Check:
+    """Return the check that a task of lm-evaluation-harness, which makes its prompts, gets no setting of prompts."""
+    usual = getattr(PromptFormat(), setting)
+    return lambda scope, value: (
+        f"{usual!r}: the task makes its prompts (dataset.num_fewshot sets the examples)"
+        if scope.is_of_task and value != usual
+        else None
+    )
+
+
 def _validated(scope: Scope, asked: int) -> str | None:
-    return validation_problem(scope.study, scope.study.dataset.num_test)
+    return expected_validation_questions(scope.study, scope.study.dataset.num_test)
 
 
-def validation_problem(study: "StudyConfig", num_test: int | None) -> str | None:
-    """Return why the data set has too few questions for validations; `num_test`: None if not known.
+def expected_validation_questions(study: "StudyConfig", num_test: int | None) -> str | None:
+    """Return the number of questions expected for validations; None if it is right, or `num_test` is not known.
 
     Of fewer questions than the default all are taken, but a number that was asked for is not lowered in silence.
     """
     training = study.training
     if training is None or num_test is None or "validation_questions" not in training.model_fields_set:
         return None
-    asked = training.validation_questions
-    return f"found {asked}, expected at most the {num_test} test questions" if asked > num_test else None
-
-
-def _task(scope: Scope, task: str, *_: str) -> str | None:
-    own = getattr(scope.study.dataset, "task", None)
-    return None if task == own else f"found {task}, the data set of {scope.source} has the task {own}"
-
-
-def _reserved(scope: Scope, value: object, name: str) -> str | None:
-    return "this name is reserved for the model before training, expected another one" if name == PRETRAINED else None
+    return f"at most the {num_test} test questions" if training.validation_questions > num_test else None
 
 
 def _runs_here(scope: Scope, name: str, *_: str) -> str | None:
     """Jobs run on the device of the study, on machines that are not just described by a diagnosis made elsewhere."""
     study = scope.study
     if name not in study.machines:
-        return unknown("machine", name, study.machines)
+        return one_of(name, study.machines)
     if study.machines[name].diagnosed_in is not None:
-        return f"{name} was diagnosed elsewhere, nothing runs on it here"
+        return "a machine on which jobs run here, it was diagnosed elsewhere"
     kind = study.other_kind(name)
-    return kind and (
-        f"{name} is on another device, {kind} (machines.{name}.device), expected a machine on the device of the study, "
-        f"{study.device}"
-    )
-
-
-def _has_faults(scope: Scope, name: str, *_: str) -> str | None:
-    has_none = not scope.study.machines[name].faults
-    return f"{name} has no faults, expected a machine with simulated faults" if has_none else None
+    return kind and f"a machine on the device of the study, {study.device}: machines.{name}.device is {kind}"
 
 
 def _orders(scope: Scope, orders: tuple[str, ...], number: str) -> str | None:
@@ -150,22 +161,17 @@ def _orders(scope: Scope, orders: tuple[str, ...], number: str) -> str | None:
     is_inside = any(fault.site != "layer_output" for fault in scope.study.machines[machine].faults)
     if set(orders) == {"after_noise"} or not is_inside:
         return None
-    return (
-        f"expected [after_noise], because {machine} has faults at sites other than layer_output, the only site with "
-        "noise on hidden states"
-    )
+    return f"[after_noise]: {machine} has faults at sites other than layer_output, where hidden states have their noise"
 
 
 def _counterpart(scope: Scope, counterpart: Any, name: str) -> str | None:
     """A counterpart must not be the machine itself, with the settings of all models."""
     asked = counterpart.model_dump(exclude_none=True)
     models = [{"dtype": model.dtype, "attention": model.attention} for model in scope.study.models.values()]
-    if not asked or scope.study.machines[name].device is not None:
+    is_other = scope.study.machines[name].device is not None or not all(asked.items() <= of.items() for of in models)
+    if not asked or is_other:
         return None
-    if not all(asked.items() <= model.items() for model in models):
-        return None
-    given = ", ".join(f"{key} {value}" for key, value in asked.items())
-    return f"found {given}, which the models have, expected another one"
+    return f"other settings than {', '.join(f'{key} {value}' for key, value in asked.items())}, which the models have"
 
 
 def _device_has_effect(scope: Scope, device: str, name: str) -> str | None:
@@ -174,10 +180,7 @@ def _device_has_effect(scope: Scope, device: str, name: str) -> str | None:
     if name in study.evaluation.machines or machine.counterpart is not None or is_diagnosed:
         return None
     why = "it was diagnosed elsewhere" if machine.diagnosed_in else "nothing is diagnosed in this study"
-    return (
-        f"found {device}, which has no effect: {why}, it has no counterpart to measure, and evaluation.machines lacks "
-        "it; remove device"
-    )
+    return f"no device, which has no effect: {why}, it has no counterpart, and evaluation.machines lacks it"
 
 
 def _evaluates_otherwise(scope: Scope, name: str, *_: str) -> str | None:
@@ -185,53 +188,40 @@ def _evaluates_otherwise(scope: Scope, name: str, *_: str) -> str | None:
     study = scope.study
     machine, counterpart = study.machines[name], study.machines[name].counterpart
     is_here = study.other_kind(name) is None
-    if is_here and not machine.faults and counterpart is None:
-        return (
-            f"{name} computes as the study does, expected a machine with another device, simulated faults or a "
-            "counterpart"
-        )
     if counterpart is None:
-        return None
+        is_same = is_here and not machine.faults
+        return "a machine with another device, simulated faults or a counterpart" if is_same else None
     for role, model in study.models.items():
         if counterpart.attention not in (None, model.attention):
             return (
-                f"{name} has counterpart.attention {counterpart.attention}, model {role} has {model.attention}: noise "
-                "on attention would be another one, expected the same"
+                f"a counterpart with attention {model.attention} as of model {role}, not {counterpart.attention}: "
+                "noise on attention would be another one"
             )
         changed = (counterpart.dtype, counterpart.threads, counterpart.batch_size)
         usual = (model.dtype, study.evaluation.threads, study.evaluation.batch_size)
         if is_here and all(new in (None, old) for new, old in zip(changed, usual, strict=True)):
-            return f"{name} has a counterpart with the dtype, threads and batch_size of model {role} here"
+            return f"a counterpart with another dtype, threads or batch_size than model {role} has here"
     return None
 
 
-def _scorer(scope: Scope, scorer: str) -> str | None:
-    return scorer_problem(scorer, scope.study.dataset.answer_format)
-
-
-def _reward(scope: Scope, answers: str) -> str | None:
+def _answers_with_reward(scope: Scope, answers: str) -> str | None:
     training = scope.study.training
     if training is None or training.rewards or answers not in ("text", "choice"):
         return None
-    return (
-        f"found {answers}, expected gsm8k, number or boxed, or training.rewards: the usual reward is for the number "
-        "behind ####"
-    )
+    return "gsm8k, number or boxed, or training.rewards: the usual reward is for the number behind ####"
 
 
 def _source_of_model(scope: Scope, source: str, *_: str) -> str | None:
     try:
         num_layers_of(source)
     except ModelError as error:
-        return str(error)
+        return f"a model that can be read: {error}"
     return None
 
 
 def _layer(scope: Scope, asked: Any, *_: str) -> str | None:
-    for role in scope.study.models:
-        if problem := _beyond(scope, asked, role):
-            return problem
-    return None
+    found = (_beyond(scope, asked, role) for role in scope.study.models)
+    return next(filter(None, found), None)
 
 
 def _layer_of_arm(scope: Scope, asked: Any, arm: str) -> str | None:
@@ -240,91 +230,69 @@ def _layer_of_arm(scope: Scope, asked: Any, arm: str) -> str | None:
 
 def _beyond(scope: Scope, asked: int | Collection[int], role: str) -> str | None:
     source = scope.study.models[role].source
-    return beyond_layers(asked, num_layers_of(source), f"{role} ({source})")
+    return expected_layers(asked, num_layers_of(source), f"{role} ({source})")
 
 
-def beyond_layers(asked: int | Collection[int], num_layers: int | None, model: str) -> str | None:
-    """Return why a layer, or one of several, is none of a model; None if all are, or its number is not known."""
+def expected_layers(asked: int | Collection[int], num_layers: int | None, model: str) -> str | None:
+    """Return the layers that a model has; None if it has those that are asked for, or its number is not known."""
     largest = asked if isinstance(asked, int) else max(asked, default=-1)
     if num_layers is None or largest < num_layers:
         return None
-    return f"found {largest}, model {model} has layers 0 to {num_layers - 1}"
+    return f"layers 0 to {num_layers - 1}, which model {model} has"
 
 
-def _attention_of_noise(scope: Scope, noise: EvaluationNoise, *_: str) -> str | None:
+def _attention_of_noise(scope: Scope, given: str, *_: str) -> str | None:
     """Evaluations have noise on attention as each model computes it."""
     for role, model in scope.study.models.items():
-        problem = noise.attention_problem(model.attention)
-        if problem is not None:
-            return f".{problem} (model {role})"
+        if given != noised_attention(model.attention):
+            return f"no value: model {role} computes attention {model.attention}, {noised_attention(model.attention)}"
     return None
 
 
-def _attention_of_arm(scope: Scope, noise: Any, arm: str) -> str | None:
+def _attention_of_arm(scope: Scope, given: str, arm: str) -> str | None:
     """Noise on single attention products needs eager attention; noise on fused attention needs sdpa."""
-    role = scope.arms[arm].model
-    needed, model = {"decomposed": "eager", "fused": "sdpa"}[noise.attention], scope.study.models[role]
-    if not noise.is_active or isinstance(noise.error, FakeQuantization) or model.attention == needed:
+    noise, role = scope.arms[arm].operator_noise, scope.arms[arm].model
+    usual = noised_attention(scope.study.models[role].attention)
+    if noise is None or not noise.is_active or isinstance(noise.error, FakeQuantization) or given == usual:
         return None
-    return f".attention: found {noise.attention}, which needs models.{role}.attention {needed}, found {model.attention}"
+    return f"{usual}: models.{role}.attention is {scope.study.models[role].attention}"
 
 
-def _evaluates_on_vllm(scope: Scope, noise: EvaluationNoise, *_: str) -> str | None:
-    kinds = list(kinds_without_vllm(noise)) if scope.study.generation.backend == "vllm" else []
-    if not kinds:
-        return None
+def _fits_vllm(scope: Scope, error: Any, *_: str) -> str | None:
+    is_other = scope.study.generation.backend == "vllm" and is_without_vllm(error)
     return (
-        f"found {kinds[0]}, which vLLM cannot compute, expected an error on outputs or generation.backend: transformers"
+        f"an error that vLLM can compute, not {error.kind}, or generation.backend: transformers" if is_other else None
     )
 
 
 def _fused_for_vllm(scope: Scope, attention: str, role: str) -> str | None:
     on_vllm = scope.study.generation.backend == "vllm" and any(scope.study.evaluation.all_levels())
-    if not on_vllm or attention == "sdpa" or role not in used_models(scope):
+    if not on_vllm or attention == "sdpa" or role not in scope.used_models:
         return None
-    return f"found {attention}, generation.backend vllm needs sdpa: it computes attention as one operator"
+    return "sdpa for generation.backend vllm, which computes attention as one operator"
 
 
 def _rolls_out_on_vllm(scope: Scope, arm: Arm, *_: str) -> str | None:
     reason = why_vllm_cannot_roll_out(arm) if scope.study.generation.requested_for_rollouts == "vllm" else None
-    return reason and f"vLLM cannot draw its rollouts: {reason}; set generation.rollout_backend: transformers"
+    return reason and f"generation.rollout_backend: transformers, vLLM cannot draw its rollouts: {reason}"
 
 
 def _shared(scope: Scope, num_workers: int) -> str | None:
     """Tensor-parallel workers must be able to share the layers; most models of a hub are not known yet."""
-    for role, model in used_models(scope).items() if num_workers > 1 else ():
+    for role, model in scope.used_models.items() if num_workers > 1 else ():
         reason = why_not_shared(_facts(model), num_workers)
         if reason is not None:
-            return f"found {num_workers}, but {_models(scope)}.{role} ({model.source}) cannot be shared so: {reason}"
+            return f"a number by which model {role} ({model.source}) can be shared: {reason}"
     return None
 
 
 def _positions(scope: Scope, tokens: int) -> str | None:
-    """Responses must leave positions for a prompt; a job compares with its own prompts."""
-    for role, model in used_models(scope).items():
+    """Responses must leave positions for a prompt; a job compares with its own prompts. A task cuts prompts itself."""
+    for role, model in scope.used_models.items() if not scope.is_of_task else ():
         context = _facts(model).get("max_position_embeddings")
         if isinstance(context, int) and tokens >= context:
-            return (
-                f"found {tokens}, expected fewer than the {context} positions of model {role} ({model.source}), which "
-                "its prompts need too"
-            )
+            return f"fewer than the {context} positions of model {role} ({model.source}), which its prompts need too"
     return None
-
-
-def _positions_of_evaluation(scope: Scope, tokens: int) -> str | None:
-    # A task of lm-evaluation-harness cuts prompts itself.
-    return None if isinstance(scope.study.dataset, LmEvalDataset) else _positions(scope, tokens)
-
-
-def used_models(scope: Scope) -> dict[str, ModelConfig]:
-    """Return the models of the arms, or the checkpoints."""
-    roles = {arm.model for arm in scope.trained_arms().values()}
-    models = scope.study.models
-    return {role: models[role] for role in models if role in roles or scope.study.training is None}
-
-
-def _models(scope: Scope) -> str:
-    return "checkpoints" if scope.study.training is None else "models"
 
 
 def _facts(model: ModelConfig) -> Mapping[str, Any]:
@@ -337,24 +305,18 @@ def _facts(model: ModelConfig) -> Mapping[str, Any]:
     return known_config(model.source) or {}
 
 
-def _measured(scope: Scope, error: object, *_: str) -> str | None:
+def _measured(scope: Scope, source: str, *_: str) -> str | None:
     """The figures of a measured error must be readable or measurable."""
-    if not isinstance(error, MeasuredError):
-        return None
     machines = scope.study.machines
-    if error.figures is not None:
-        return ".figures: found figures, expected none: they are read from the file that `from` names"
-    if error.machine is None:
-        is_there = Path(error.source).is_file()
-        return None if is_there else f".from: no file {error.source}, expected one that `aqnpipe parity --json` wrote"
-    if error.machine not in machines:
-        found = unknown("machine", error.machine, machines)
-        return f".from: {found}, or a file of `aqnpipe parity --json` with the ending .json"
-    return None if machines[error.machine].has_parity else f".from: {_without_counterpart(error.machine)}"
+    if source.endswith(".json"):
+        return None if Path(source).is_file() else "an existing file that `aqnpipe parity --json` wrote"
+    if source not in machines:
+        return f"{one_of(source, machines)}, or a file of `aqnpipe parity --json` with the ending .json"
+    return None if machines[source].has_parity else _with_counterpart(source)
 
 
-def _without_counterpart(machine: str) -> str:
-    return f"machine {machine} has no counterpart, expected machines.{machine}.counterpart or measured_in"
+def _with_counterpart(machine: str) -> str:
+    return f"machines.{machine}.counterpart or measured_in: the error of {machine} is not measured"
 
 
 def _measured_for_sigmas(scope: Scope, strategy: str, arm: str) -> str | None:
@@ -362,17 +324,17 @@ def _measured_for_sigmas(scope: Scope, strategy: str, arm: str) -> str | None:
     machine = None if aqn is None else aqn.layer_sigmas_from
     if strategy != NEEDS_PARITY or machine is None or scope.study.machines[machine].has_parity:
         return None
-    return f"{strategy} needs a measured error, but {_without_counterpart(machine)}"
+    return f"another strategy, or {_with_counterpart(machine)}"
 
 
 def _energy(scope: Scope, base: float) -> str | None:
     rule = scope.study.sigma_rule
-    for name, arm in scope.trained_arms().items():
+    for name, arm in scope.trained_arms.items():
         strategy = "published" if arm.aqn is None else arm.aqn.layer_sigmas_strategy
         if strategy != "published" and not rule.sigma_min <= base <= rule.sigma_max:
             return (
-                f"found {base:g}, expected sigma_min {rule.sigma_min:g} to sigma_max {rule.sigma_max:g}: the sigmas "
-                f"{strategy} of arm {name} have its energy"
+                f"sigma_min {rule.sigma_min:g} to sigma_max {rule.sigma_max:g}: the sigmas {strategy} of arm {name} "
+                "have its energy"
             )
     return None
 
@@ -381,94 +343,53 @@ def _ranges(scope: Scope, ranges: tuple[object, ...], *_: str) -> str | None:
     training = scope.study.training
     if training is None or len(ranges) == training.epochs:
         return None
-    return f"found {len(ranges)} ranges, the study trains {training.epochs} epochs"
+    return f"a range for each of the {training.epochs} epochs"
 
 
 def _compared(scope: Scope, name: str, *_: str) -> str | None:
-    study = scope.study
-    if study.training is None:
-        return _missing("checkpoint", name, study.arms)
-    return _missing("arm", name, (*study.arms, PRETRAINED))
+    return one_of(name, (*scope.study.arms, *([PRETRAINED] if scope.study.training else [])))
 
 
-def _clean_level(scope: Scope, comparison: Any, *_: str) -> str | None:
-    if comparison.kind == "arms" or 0.0 in scope.study.evaluation.noise_levels:
-        return None
-    return "compares with noise level 0, evaluation.noise_levels does not contain 0.0"
+def _clean_level(scope: Scope, kind: str, *_: str) -> str | None:
+    is_right = kind == "arms" or 0.0 in scope.study.evaluation.noise_levels
+    return None if is_right else "arms, or 0.0 among evaluation.noise_levels, to which it is compared"
 
 
 def _level(scope: Scope, level: float, *_: str) -> str | None:
     evaluation = scope.study.evaluation
-    if level in evaluation.all_levels():
-        return None
     evaluated = ", ".join([*map(str, evaluation.noise_levels), *evaluation.noises])
-    return f"found {level}, the study evaluates {evaluated}"
+    return None if level in evaluation.all_levels() else f"one that the study evaluates: {evaluated}"
 
 
-def _explored(scope: Scope, pair: Any) -> str | None:
-    names = (pair.treatment, pair.control)
-    if pair.treatment == pair.control:
-        return f"treatment and control are both {pair.control!r}, expected two arms"
-    roles = {scope.arms[name].model for name in names if name != PRETRAINED}
-    if len(roles) > 1:
-        return f"{' and '.join(names)} train different models ({', '.join(sorted(roles))})"
-    return None
+def _explored(scope: Scope, control: str) -> str | None:
+    treatment = scope.study.report.explore.treatment if scope.study.report.explore else control
+    roles = [scope.arms[name].model for name in (treatment, control) if name != PRETRAINED]
+    is_right = treatment != control and len(set(roles)) == 1
+    return None if is_right else f"another arm than {treatment}, of the model {roles[0]}"
 
 
 def _aa_control(scope: Scope, target: str, name: str) -> str | None:
     study, arms = scope.study, scope.arms
-    if target not in arms:
-        return unknown("arm", target, sorted(arms), "the file defines")
-    if target == name:
-        return "found the arm itself, expected another arm"
     if target not in study.arms:
-        return f"{unknown('arm', target, study.arms)}; without it nothing controls {name}"
+        return f"{one_of(target, study.arms)}; without it nothing controls {name}"
     if _imitates(arms, target, name):
-        return f"{target} is itself a control of {name}, expected an arm that is none"
-    if arms[target].model != arms[name].model:
-        return f"{target} trains the model {arms[target].model}, {name} the model {arms[name].model}"
-    return None
+        return f"an arm that is no control of {name} itself"
+    is_right = arms[target].model == arms[name].model
+    return None if is_right else f"an arm of the model {arms[name].model}, it has {arms[target].model}"
 
 
 def _imitates(arms: Mapping[str, Arm], name: str, target: str) -> bool:
-    """Return whether arm `name` is an A/A control of `target`, or of an arm that is."""
+    """Return whether arm `name` is `target`, or an A/A control of it, or of an arm that is."""
     followed: set[str] = set()
-    while name in arms and name not in followed:
+    while name != target and name in arms and name not in followed:
         followed.add(name)
         name = arms[name].aa_control_of or ""
-        if name == target:
-            return True
-    return False
+    return name == target
 
 
 def _seed(scope: Scope, offset: int, *_: str) -> str | None:
-    largest = max(seed_numbers(scope.study.seeds))
-    if largest + offset <= LARGEST_TRAINING_SEED:
-        return None
-    return (
-        f"with seed {largest} of {scope.source} it trains with seed {largest + offset}, expected at most "
-        f"{LARGEST_TRAINING_SEED:,}"
-    )
-
-
-def _prompt_of_task(scope: Scope, prompt: PromptFormat) -> str | None:
-    if not isinstance(scope.study.dataset, LmEvalDataset) or prompt == PromptFormat(style=prompt.style):
-        return None
-    return (
-        "found layout, instruction or examples, expected style alone: the task makes its prompts (dataset.num_fewshot "
-        "sets the examples)"
-    )
-
-
-def _sampling_of_task(scope: Scope, sampling: object) -> str | None:
-    is_task = isinstance(scope.study.dataset, LmEvalDataset)
-    return "the task says how responses are drawn, remove sampling" if is_task else None
-
-
-def _backend_of_task(scope: Scope, backend: str) -> str | None:
-    is_task = isinstance(scope.study.dataset, LmEvalDataset)
-    fits = not is_task or backend != "vllm"
-    return None if fits else "found vllm, expected transformers or auto for dataset.source lm_eval"
+    largest = LARGEST_TRAINING_SEED - max(seed_numbers(scope.study.seeds))
+    return None if offset <= largest else f"at most {largest:,} beside the seeds of {scope.source}"
 
 
 def _unit(scope: Scope, unit: str) -> str | None:
@@ -476,26 +397,29 @@ def _unit(scope: Scope, unit: str) -> str | None:
     if unit == "question":
         return None
     if isinstance(dataset, GeneratedDataset) or getattr(dataset, "cluster_column", None):
-        return f"found {unit}, but the questions of the data set have clusters, expected question"
-    if isinstance(dataset, LmEvalDataset) or scope.study.generation.backend == "vllm":
-        return f"found {unit}, but vLLM and lm-evaluation-harness make batches of their own, expected question"
-    return None
+        return "question: the questions of the data set have clusters"
+    is_other = scope.is_of_task or scope.study.generation.backend == "vllm"
+    return "question: vLLM and lm-evaluation-harness make batches of their own" if is_other else None
 
 
-def _comparable(scope: Scope, checkpoint: ModelConfig, name: str) -> str | None:
-    """Checkpoints must be different models that compute alike."""
-    for other, earlier in scope.study.models.items():
-        if other == name:
-            break
-        if _location(earlier.source) == _location(checkpoint.source) and earlier.revision == checkpoint.revision:
-            return f"found {checkpoint.source!r}, which is also checkpoint {other}, expected another model"
-        for key in ("dtype", "attention"):
-            ours, theirs = getattr(checkpoint, key), getattr(earlier, key)
-            if ours != theirs:
-                return (
-                    f".{key}: found {ours}, checkpoint {other} has {theirs}: expected the same for all, because a "
-                    "comparison would also be one of number formats or kernels"
-                )
+def _same(key: str) -> Check:
+    """Return the check that checkpoints compute alike."""
+
+    def check(scope: Scope, value: str, *_: str) -> str | None:
+        first, model = next(iter(scope.study.models.items()))
+        theirs = getattr(model, key)
+        return None if value == theirs else f"{theirs} as checkpoint {first}: a comparison would also be one of {key}s"
+
+    return check
+
+
+def _another_model(scope: Scope, source: str, name: str) -> str | None:
+    """Checkpoints must be different models."""
+    models = scope.study.models
+    for other in list(models)[: list(models).index(name)]:
+        is_same = _location(models[other].source) == _location(source)
+        if is_same and models[other].revision == models[name].revision:
+            return f"another model, this is also checkpoint {other}"
     return None
 
 
@@ -504,31 +428,61 @@ def _location(source: str) -> str:
     return str(Path(source).resolve()) if source_kind(source) == "folder" else source
 
 
+def _task(scope: Scope, task: str, *_: str) -> str | None:
+    own = getattr(scope.study.dataset, "task", None)
+    return None if task == own else f"{own}, the task of the data set of {scope.source}"
+
+
+def _not_reserved(scope: Scope, value: object, name: str) -> str | None:
+    return "another name: this one is of the model before training" if name == PRETRAINED else None
+
+
+def _has_faults(scope: Scope, name: str, *_: str) -> str | None:
+    return None if scope.study.machines[name].faults else "a machine with simulated faults"
+
+
+def _scorer(scope: Scope, scorer: str) -> str | None:
+    return expected_scorer(scorer, scope.study.dataset.answer_format)
+
+
+def _none_of_task(scope: Scope, value: object) -> str | None:
+    return "none: the task says how responses are drawn" if scope.is_of_task else None
+
+
+def _backend_of_task(scope: Scope, backend: str) -> str | None:
+    is_wrong = scope.is_of_task and backend == "vllm"
+    return "transformers or auto for dataset.source lm_eval" if is_wrong else None
+
+
+def _no_figures(scope: Scope, figures: object, *_: str) -> str | None:
+    return "none: they are read from the file that `from` names"
+
+
 RULES: tuple[tuple[str, Check], ...] = (
-    ("arms[*]", _reserved),
-    ("checkpoints[*]", _reserved),
+    ("arms[*]", _not_reserved),
+    ("checkpoints[*]", _not_reserved),
     ("arms[*].task", _task),
-    ("arms[*].model", _known("role", "models")),
+    ("arms[*].model", _in("models")),
     ("arms[*].machine", _runs_here),
-    ("arms[*].aqn.layer_sigmas_from", _known("machine", "machines")),
+    ("arms[*].aqn.layer_sigmas_from", _in("machines")),
     ("evaluation.num_questions", _at_most("dataset.num_test")),
     ("training.validation_questions", _validated),
     ("loss_studies[*].num_texts", _at_most("dataset.num_test")),
     ("prompt.num_examples", _at_most("dataset.num_train", below=True)),
     ("evaluation.primary_scorer", _scorer),
-    ("dataset.answer_format", _reward),
-    ("prompt", _prompt_of_task),
-    ("evaluation.sampling", _sampling_of_task),
+    ("dataset.answer_format", _answers_with_reward),
+    *((f"prompt.{key}", _usual_of_task(key)) for key in ("layout", "instruction", "num_examples", "example_seed")),
+    ("evaluation.sampling", _none_of_task),
     ("generation.backend", _backend_of_task),
     ("statistics.unit", _unit),
     ("evaluation.pretrained_machine", _runs_here),
     ("machines[*].counterpart", _counterpart),
     ("machines[*].device", _device_has_effect),
-    ("loss_studies[*].model", _known("role", "models")),
+    ("loss_studies[*].model", _in("models")),
     ("loss_studies[*].machine", _runs_here),
     ("loss_studies[*].machine", _has_faults),
     ("loss_studies[*].orders", _orders),
-    ("evaluation.machines[*]", _known("machine", "machines")),
+    ("evaluation.machines[*]", _in("machines")),
     ("evaluation.machines[*]", _evaluates_otherwise),
     ("models[*].source", _source_of_model),
     ("machines[*].faults[*].layer", _layer),
@@ -536,31 +490,36 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("noises[*].operator_noise.layer_scales", _layer),
     ("arms[*].operator_noise.layers", _layer_of_arm),
     ("arms[*].operator_noise.layer_scales", _layer_of_arm),
-    ("noises[*]", _attention_of_noise),
-    ("arms[*].operator_noise", _attention_of_arm),
-    ("noises[*]", _evaluates_on_vllm),
+    ("noises[*].operator_noise.attention", _attention_of_noise),
+    ("arms[*].operator_noise.attention", _attention_of_arm),
+    ("noises[*].operator_noise.error", _fits_vllm),
+    ("noises[*].module_noise.error", _fits_vllm),
     ("models[*].attention", _fused_for_vllm),
     ("generation.tensor_parallel", _shared),
     ("arms[*]", _rolls_out_on_vllm),
-    ("arms[*].operator_noise.error", _measured),
-    ("noises[*].operator_noise.error", _measured),
+    ("arms[*].operator_noise.error.figures", _no_figures),
+    ("arms[*].operator_noise.error.source", _measured),
+    ("noises[*].operator_noise.error.figures", _no_figures),
+    ("noises[*].operator_noise.error.source", _measured),
     ("sigma_rule.base_sigma", _energy),
     ("arms[*].aqn.layer_sigmas_strategy", _measured_for_sigmas),
     ("arms[*].aqn.schedule.ranges", _ranges),
     ("comparisons[*].arm", _compared),
     ("comparisons[*].treatment", _compared),
     ("comparisons[*].control", _compared),
-    ("comparisons[*]", _clean_level),
+    ("comparisons[*].kind", _clean_level),
     ("comparisons[*].noise_level", _level),
     ("report.explore.treatment", _compared),
     ("report.explore.control", _compared),
-    ("report.explore", _explored),
+    ("report.explore.control", _explored),
     ("report.explore.noise_level", _level),
     ("arms[*].aa_control_of", _aa_control),
     ("arms[*].seed_offset", _seed),
     ("training.max_response_tokens", _positions),
-    ("evaluation.max_response_tokens", _positions_of_evaluation),
-    ("checkpoints[*]", _comparable),
+    ("evaluation.max_response_tokens", _positions),
+    ("checkpoints[*].source", _another_model),
+    ("checkpoints[*].dtype", _same("dtype")),
+    ("checkpoints[*].attention", _same("attention")),
 )
 
 
@@ -569,12 +528,12 @@ def cross_reference_problems(study: "StudyConfig", arms: Mapping[str, Arm], sour
 
     `arms`: the content of its arms file, or its checkpoints as arms.
     """
-    for name in study.arms:
-        if name not in arms:
-            yield f"{source}: arms: {unknown('arm', name, sorted(arms), f'{study.arms_file} defines')}"
+    for index, name in enumerate(study.arms):
+        if expected := one_of(name, arms):
+            yield f"{source}: arms.{index}: found {shown(name)}, expected {expected} of {study.arms_file}"
             return
     scope = Scope(study, arms, source)
     for path, check in RULES:
         for where, value, names in scope.places(path):
-            if problem := check(scope, value, *names):
-                yield f"{where}{'' if problem.startswith('.') else ': '}{problem}"
+            if expected := check(scope, value, *names):
+                yield f"{where}: found {_found(where, value)}, expected {expected}"

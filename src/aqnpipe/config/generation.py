@@ -1,13 +1,12 @@
 """The generation backend of evaluations and of training rollouts, and which noise, arms and layers vLLM can compute."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
-from aqnpipe.config.evaluation_noise import EvaluationNoise
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import ErrorModel, FakeQuantization
 from aqnpipe.config.own_noise import OwnError
@@ -81,13 +80,6 @@ class GenerationConfig(FrozenModel):
 def is_without_vllm(error: ErrorModel) -> bool:
     """Return whether vLLM cannot compute an error: formats of operands, measured errors and those of a user's own."""
     return isinstance(error, FakeQuantization | MeasuredError | OwnError)
-
-
-def kinds_without_vllm(noise: EvaluationNoise) -> Iterator[str]:
-    """Yield the kinds of errors of an evaluation's noise that vLLM cannot compute."""
-    for part in (noise.operator_noise, noise.module_noise):
-        if part is not None and is_without_vllm(part.error):
-            yield part.error.kind
 
 
 def why_vllm_cannot_roll_out(arm: Arm) -> str | None:

@@ -10,8 +10,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import Settings, evaluations_folder, replaced, rule_on
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset, Split
 from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaStrategy
-from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.evaluation import EvaluationConfig, settings_of
 from aqnpipe.config.generation import GenerationConfig, why_vllm_cannot_roll_out
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.measured_noise import MeasuredError
@@ -311,10 +310,8 @@ class StudyPlan:
                 "model_role": model,
                 "machine": machine,
                 "counterpart": config.machines[machine].counterpart,
-                "device": self.study.config.device_of(machine),
-                "dtype": config.models[model].dtype,
-                "attention": config.models[model].attention,
-                "prompt": config.prompt,
+                **self._computed(model),
+                "device": config.device_of(machine),
             }
         ).model_dump(mode="json")
 
@@ -404,7 +401,7 @@ class StudyPlan:
         return {**self._specs["train", arm], "seed": seed}
 
     def _training_spec(self, arm: str, seed: int) -> dict[str, Any]:
-        config, role = self.study.config, self.study.arms[arm].model
+        role = self.study.arms[arm].model
         return TrainingSpec(
             model_role=role,
             arm_id=arm,
@@ -412,10 +409,7 @@ class StudyPlan:
             faults=self.faults(self.study.arms[arm].machine),
             seed=seed,
             num_steps=self.num_steps,
-            device=config.device,
-            dtype=config.models[role].dtype,
-            attention=config.models[role].attention,
-            prompt=config.prompt,
+            **self._computed(role),
             generation=self.generation_in_training,
             training=self._planned_training,
             scorer=self.evaluation_settings.primary_scorer,
@@ -470,17 +464,18 @@ class StudyPlan:
 
     def loss_study_spec(self, model: str, name: str) -> dict[str, Any]:
         """Return the parameters of a loss study (`LossStudySpec` as plain data)."""
-        config = self.study.config
         settings = self._loss_study(model, name)
         return LossStudySpec(
             model_role=model,
             faults=self.faults(settings.machine),
-            device=config.device,
-            dtype=config.models[model].dtype,
-            attention=config.models[model].attention,
-            prompt=config.prompt,
+            **self._computed(model),
             settings=settings,
         ).model_dump(mode="json")
+
+    def _computed(self, role: str) -> dict[str, Any]:
+        """Return the settings that every job with a model has."""
+        config, model = self.study.config, self.study.config.models[role]
+        return {"device": config.device, "dtype": model.dtype, "attention": model.attention, "prompt": config.prompt}
 
     def loss_study_threads(self, model: str, name: str) -> int:
         """Return the number of threads of a loss study."""

@@ -16,16 +16,16 @@ from aqnpipe.config.analysis import (
     ReportConfig,
     Seeds,
     StatisticsConfig,
+    all_pairs,
+    default_comparisons,
     seed_numbers,
 )
 from aqnpipe.config.arm import Arm, ArmsFile
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier
 from aqnpipe.config.cross_references import cross_reference_problems
 from aqnpipe.config.dataset import DatasetConfig, LmEvalDataset, PromptFormat
-from aqnpipe.config.default_comparisons import all_pairs, default_comparisons
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
-from aqnpipe.config.evaluation import StudyEvaluationConfig
-from aqnpipe.config.evaluation_noise import with_numbered_noises
+from aqnpipe.config.evaluation import StudyEvaluationConfig, with_numbered_noises
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
@@ -326,38 +326,36 @@ def load_study(config: Mapping[str, Any], source: str = "config") -> Study:
 
     Raises ConfigError with the mistakes on one line: file, key, what was found and what is expected.
     """
-    config = with_numbered_noises(config, source)
-    if "checkpoints" in config:
-        return _load_checkpoint_study(config, source)
-    study = validated(StudyConfig, config, source)
-    for key, expected in (("training", "a mapping of keys"), ("machines", "at least 1 entries")):
-        if not (found := getattr(study, key)):
-            raise ConfigError(f"{source}: {key}: found {'null' if found is None else found}, expected {expected}")
-    arms = _with_attention(read_arms(Path(study.arms_file)), study.models)
+    content = with_numbered_noises(config, source)
+    study, arms = (_checkpoints_in if "checkpoints" in content else _arms_in)(content, source)
     for problem in cross_reference_problems(study, arms, source):
         raise ConfigError(problem)
     return Study(config=study, arms={name: arms[name] for name in study.arms})
 
 
-def _with_attention(arms: Mapping[str, Arm], models: Mapping[str, ModelConfig]) -> dict[str, Arm]:
-    """Return the arms with noise on attention as their models compute it; arms of other studies stay as they are."""
-    return {
+def _arms_in(content: Mapping[str, Any], source: str) -> tuple[StudyConfig, dict[str, Arm]]:
+    """Return a study that trains, and the arms of its file, with noise on attention as their models compute it."""
+    study = validated(StudyConfig, content, source)
+    for key, expected in (("training", "a mapping of keys"), ("machines", "at least 1 entries")):
+        if not (found := getattr(study, key)):
+            raise ConfigError(f"{source}: {key}: found {'null' if found is None else found}, expected {expected}")
+    models, arms = study.models, read_arms(Path(study.arms_file))
+    # Arms of other studies stay as they are.
+    return study, {
         name: arm.on_attention(models[arm.model].attention) if arm.model in models else arm
         for name, arm in arms.items()
     }
 
 
-def _load_checkpoint_study(config: Mapping[str, Any], source: str) -> Study:
-    for key in config:
+def _checkpoints_in(content: Mapping[str, Any], source: str) -> tuple[StudyConfig, dict[str, Arm]]:
+    """Return a study of checkpoints, and these as arms."""
+    for key in content:
         if key in StudyConfig.model_fields and key not in CheckpointStudyConfig.model_fields:
             raise ConfigError(
                 f"{source}: {key}: not in a study with checkpoints, which trains nothing (remove {key} or checkpoints)"
             )
-    study = validated(CheckpointStudyConfig, _graded_by_task(config), source).as_study()
-    arms = {name: Arm(description=model.source, model=CHECKPOINTS) for name, model in study.models.items()}
-    for problem in cross_reference_problems(study, arms, source):
-        raise ConfigError(problem)
-    return Study(config=study, arms=arms)
+    study = validated(CheckpointStudyConfig, _graded_by_task(content), source).as_study()
+    return study, {name: Arm(description=model.source, model=CHECKPOINTS) for name, model in study.models.items()}
 
 
 def _graded_by_task(config: Mapping[str, Any]) -> Mapping[str, Any]:

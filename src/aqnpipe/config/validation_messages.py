@@ -36,9 +36,12 @@ _PATTERNS = {
 }
 """Patterns of text fields, and what they mean."""
 
-_KINDS = {
+_EXPECTED = {
     "int": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number",
     "float": "a number",
+    "finite_number": "a finite number",
     "string": "text",
     "bool": "true or false",
     "dict": "a mapping of keys",
@@ -47,7 +50,18 @@ _KINDS = {
     "list": "a list",
     "tuple": "a list",
     "none": "null",
+    "none_required": "null",
+    "literal_error": "{expected}",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "at most {le:,}",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} characters",
+    "too_long": "at most {max_length:,} entries",
+    "too_short": "at least {min_length} entries",
 }
+"""What is expected in place of a value, by pydantic's kind of error, without `_type` and `_parsing`."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +112,12 @@ def _nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
-def unknown(kind: str, name: str, known: Collection[str], there: str = "the study has") -> str:
-    """Return that a name is unknown, and the most similar known one, or all of them if none is similar."""
+def one_of(name: str, known: Collection[str]) -> str | None:
+    """Return what is expected in place of a name, the most similar known one or all; None if it is a known one."""
+    if name in known:
+        return None
     near = did_you_mean(name, known)
-    return f"unknown {kind} {name!r}{near or f', {there} ' + ', '.join(known)}"
+    return f"a known name{near}" if near else f"one of {', '.join(known)}"
 
 
 def _texts(problems: Sequence[_Problem]) -> Iterator[str]:
@@ -124,7 +140,7 @@ def _texts(problems: Sequence[_Problem]) -> Iterator[str]:
 def _problem(details: Any, content: Any, model: type[BaseModel] | None) -> _Problem:
     raw, kind, context = details["loc"], details["type"], details.get("ctx", {})
     key = _plain_key(raw, kind, content)
-    found = _shown(details["input"])
+    found = shown(details["input"])
     if kind == "extra_forbidden":
         known = _keys_at(model, raw[:-1]) if model is not None else []
         near = did_you_mean(str(raw[-1]), known)
@@ -150,37 +166,16 @@ def _problem(details: Any, content: Any, model: type[BaseModel] | None) -> _Prob
 
 def _expected(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
     """Return what is expected in place of a value; None for a kind of error that has no words here."""
-    number = _KINDS.get(kind.removesuffix("_type").removesuffix("_parsing"))
-    if number is not None:
-        return number
-    match kind:
-        case "literal_error":
-            return f"{context['expected']}{_near_value(value, context['expected'])}"
-        case "int_from_float" | "int_parsing_size":
-            return "a whole number"
-        case "none_required":
-            return "null"
-        case "finite_number":
-            return "a finite number"
-        case "greater_than":
-            return f"a number above {context['gt']:g}"
-        case "greater_than_equal":
-            return f"at least {context['ge']:g}"
-        case "less_than":
-            is_percent = context["lt"] == 1 and isinstance(value, int | float) and 1 <= value < 100
-            return f"a number below {context['lt']:g}" + (f" (did you mean {value / 100:g}?)" if is_percent else "")
-        case "less_than_equal":
-            return f"at most {context['le']:,}"
-        case "string_too_long":
-            return f"at most {context['max_length']} characters"
-        case "too_long":
-            return f"at most {context['max_length']:,} entries"
-        case "too_short" | "string_too_short":
-            return f"at least {context['min_length']} {'characters' if kind.startswith('string') else 'entries'}"
-        case "string_pattern_mismatch":
-            return _PATTERNS.get(context["pattern"], f"text that matches {context['pattern']}")
-        case _:
-            return None
+    if kind == "string_pattern_mismatch":
+        return _PATTERNS.get(context["pattern"], f"text that matches {context['pattern']}")
+    text = _EXPECTED.get(kind.removesuffix("_type").removesuffix("_parsing"))
+    if text is None:
+        return None
+    expected = text.format(**context)
+    if kind == "literal_error":
+        return f"{expected}{_near_value(value, expected)}"
+    is_percent = kind == "less_than" and context["lt"] == 1 and isinstance(value, int | float) and 1 <= value < 100
+    return f"{expected} (did you mean {value / 100:g}?)" if is_percent else expected
 
 
 def _near_value(value: Any, expected: str) -> str:
@@ -188,7 +183,7 @@ def _near_value(value: Any, expected: str) -> str:
     return did_you_mean(str(value), expected.split("'")[1::2])
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value as a user may have written it, on one line and cut."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -12,7 +12,7 @@ from typing import Any
 import polars as pl
 
 from aqnpipe.config.dataset import LmEvalDataset
-from aqnpipe.config.validation_messages import did_you_mean, unknown
+from aqnpipe.config.validation_messages import did_you_mean, one_of
 from aqnpipe.data.scoring import Graded
 from aqnpipe.errors import ConfigError, DataError, first_line
 
@@ -186,6 +186,6 @@ def _metric_of(task: Any, settings: LmEvalDataset) -> str:
 def _filter_of(task: Any, settings: LmEvalDataset) -> str:
     filters = [each.name for each in task._filters]
     found = settings.filter or filters[0]
-    if found not in filters:
-        raise ConfigError(f"dataset.filter: {unknown('filter', found, filters, f'task {settings.task} has')}")
+    if expected := one_of(found, filters):
+        raise ConfigError(f"dataset.filter: found {found!r}, expected {expected}, which task {settings.task} has")
     return str(found)

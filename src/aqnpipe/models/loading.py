@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from aqnpipe.artifacts.files import STAGED
 from aqnpipe.artifacts.provenance import sha256_of_files
-from aqnpipe.artifacts.retention import why_weights_are_gone
+from aqnpipe.artifacts.runs import why_weights_are_gone
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.model import (
     Attention,

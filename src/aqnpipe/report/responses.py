@@ -21,8 +21,7 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import refuse_pipe_or_device
-from aqnpipe.config.evaluation import OWN_SCORER, Scorer, scorer_column
-from aqnpipe.config.evaluation_noise import numbered_levels
+from aqnpipe.config.evaluation import OWN_SCORER, Scorer, numbered_levels, scorer_column
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.report import numbers
 from aqnpipe.report.claims import VERDICT_SYMBOLS, claim_text

@@ -1,7 +1,10 @@
-"""Shards of an evaluation run by Ray actors, each with its own engine and its own devices.
+"""The workers of evaluations, each with its own engine and devices, and all evaluations of a run in one job.
 
-Every actor is an `EvaluationActor`, with JSON as arguments and results. Which actor runs which shard depends on timing
-and does not affect the results (see `evaluation.shards`). If an actor dies, another one runs its shard again.
+Several workers are Ray actors, `EvaluationActor` with JSON as arguments and results. Which actor runs which shard
+depends on timing and does not affect the results (see `evaluation.shards`). If an actor dies, another one runs its
+shard again. A job for a whole run starts its workers once; every checkpoint is evaluated by `evaluation.stage.evaluate`
+as in a job of its own, so the files are the same bytes. They wait in the run's scratch folder until all are done,
+because Snakemake deletes the outputs of a job that fails: the next attempt takes over what is there and verified.
 """
 
 import json
@@ -10,6 +13,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +31,10 @@ from aqnpipe.evaluation.shards import (
     local_shard_runner,
     run_shard,
 )
+from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, is_evaluated
 from aqnpipe.generation.noisy_passes import NoisyGenerator
 from aqnpipe.runtime.device_allocation import this_node
+from aqnpipe.runtime.file_lock import remove_locked, run_lock
 from aqnpipe.runtime.ray_cluster import RESOURCES, how_it_ended, ray_cluster, send_output_to
 
 REQUESTED_BY = "resource workers of rule evaluate"
@@ -38,13 +44,15 @@ _SECONDS_TO_GET_DEVICES = 180
 
 
 def evaluation_runner(num_workers: int, folder: Path, say: Callable[[str], None] = print) -> OpenShardRunner:
-    """Return the function that opens the workers of an evaluation: this process for one worker, Ray actors for more.
+    """Return the function that opens `evaluation_workers` for a single evaluation and ends them behind it."""
 
-    folder: see `ray_shard_runner`.
-    """
-    if num_workers == 1:
-        return local_shard_runner
-    return partial(ray_shard_runner, num_workers=num_workers, folder=folder, say=say)
+    @contextmanager
+    def opened(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> Iterator[ShardRunner]:
+        workers = evaluation_workers(num_workers, spec.device, folder, say, spec.generation.tensor_parallel)
+        with workers as open_runner, open_runner(spec, model_dir, max_tokens) as runner:
+            yield runner
+
+    return opened
 
 
 @contextmanager
@@ -59,8 +67,9 @@ def evaluation_workers(
 
     This process for one worker, else `num_workers` Ray actors with `devices_each` devices each, those of an actor on
     one of the nodes of this job. folder: for the actors' logs, on a file system that all nodes share; kept if the body
-    or an actor fails. Raises DeviceError if there are too few devices; an opened runner raises what `ray_shard_runner`
-    does.
+    or an actor fails. Raises DeviceError if there are too few devices; an opened runner raises WorkerError if fewer
+    actors start than were requested or an actor runs other code than this process, and an AqnpipeError of an actor
+    unchanged.
     """
     if num_workers == 1:
         yield local_shard_runner
@@ -109,28 +118,6 @@ class EvaluationActor:
         if self._spec is None or self._generator is None:
             raise RuntimeError("no checkpoint was loaded; this is a bug")
         return run_shard(self._generator, self._spec, Shard.from_json(shard)).to_json()
-
-
-@contextmanager
-def ray_shard_runner(
-    spec: EvaluationSpec,
-    model_dir: Path,
-    max_tokens: int,
-    num_workers: int,
-    folder: Path,
-    say: Callable[[str], None] = print,
-) -> Iterator[ShardRunner]:
-    """Start `num_workers` Ray actors for one evaluation; end them with the context.
-
-    folder: see `evaluation_workers`. Raises DeviceError if there are too few devices, and WorkerError if fewer actors
-    start than were requested or an actor runs other code than this process. An AqnpipeError of an actor is raised here
-    unchanged.
-    """
-    with (
-        evaluation_workers(num_workers, spec.device, folder, say, spec.generation.tensor_parallel) as open_runner,
-        open_runner(spec, model_dir, max_tokens) as runner,
-    ):
-        yield runner
 
 
 class _ActorPool:
@@ -259,3 +246,60 @@ def _cause(error: Any) -> Exception:
     """Return the AqnpipeError that an actor raised; any other error is a bug and is returned with its traceback."""
     cause: Exception = error.cause if isinstance(error.cause, AqnpipeError) else error
     return cause
+
+
+@dataclass(frozen=True)
+class EvaluatedCheckpoint:
+    """One checkpoint of the run, how it is evaluated, and the files that are written."""
+
+    spec: EvaluationSpec
+    folder: Path
+    outputs: EvaluationOutputs
+
+
+def evaluate_run(
+    checkpoints: Sequence[EvaluatedCheckpoint],
+    test_problems: Path,
+    scratch: Path,
+    num_workers: int = 1,
+    say: Callable[[str], None] = print,
+    train_problems: Path | None = None,
+) -> None:
+    """Evaluate the checkpoints one after the other with the same workers, and write the files of all at the end.
+
+    scratch: folder of the run's finished evaluations, removed at the end. Raises what `evaluate` raises, and
+    RunLockedError if another process evaluates the run. No output is written unless all checkpoints are evaluated.
+    """
+    staged = [_staged(checkpoint, scratch) for checkpoint in checkpoints]
+    with run_lock(scratch):
+        first = checkpoints[0].spec
+        workers = evaluation_workers(
+            num_workers, first.device, scratch / "workers", say, first.generation.tensor_parallel
+        )
+        with workers as open_runner:
+            for checkpoint, outputs in zip(checkpoints, staged, strict=True):
+                spec, folder = checkpoint.spec, checkpoint.folder
+                if is_evaluated(spec, folder, outputs, test_problems, train_problems):
+                    say(f"{_label(spec)}: evaluated in an earlier attempt")
+                else:
+                    evaluate(spec, folder, test_problems, outputs, say, train_problems, open_runner)
+        for checkpoint, outputs in zip(checkpoints, staged, strict=True):
+            _move(outputs, checkpoint.outputs)
+        remove_locked(scratch)
+
+
+def _staged(checkpoint: EvaluatedCheckpoint, scratch: Path) -> EvaluationOutputs:
+    """Return where the files of a checkpoint wait; their names, which contain the step, are those of the outputs."""
+    outputs = checkpoint.outputs
+    return EvaluationOutputs(*(scratch / getattr(outputs, field.name).name for field in fields(outputs)))
+
+
+def _move(staged: EvaluationOutputs, outputs: EvaluationOutputs) -> None:
+    for field in fields(outputs):
+        target: Path = getattr(outputs, field.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(getattr(staged, field.name), target)
+
+
+def _label(spec: EvaluationSpec) -> str:
+    return f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"

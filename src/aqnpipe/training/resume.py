@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from aqnpipe.artifacts.base import Artifact
-from aqnpipe.artifacts.durable_files import damage, files_in, rename, sync_files, write_durably
+from aqnpipe.artifacts.files import damage, files_in, rename, sync_files, write_durably
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, TrainingConfig
 from aqnpipe.models.shares import is_share, like_share, local

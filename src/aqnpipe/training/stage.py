@@ -4,8 +4,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from aqnpipe.artifacts.durable_files import digests_of
-from aqnpipe.artifacts.files import read_json, write_json
+from aqnpipe.artifacts.files import digests_of, read_json, write_json
 from aqnpipe.artifacts.measured_errors import training_with_figures
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_files, versions
 from aqnpipe.artifacts.runs import RunRecord

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from aqnpipe.artifacts.base import Artifact
-from aqnpipe.artifacts.durable_files import damage, digests_of, rename, sync, sync_tree, write_durably
+from aqnpipe.artifacts.files import damage, digests_of, rename, sync, sync_tree, write_durably
 from aqnpipe.artifacts.runs import RunRecord
 
 

@@ -6,8 +6,13 @@ from typing import Any
 
 from aqnpipe.cli.doctor.checks import Item, Status, build_check, version_checks
 from aqnpipe.cli.doctor.slurm import SlurmPartition
-from aqnpipe.cli.job_devices import device_problem, devices_of_job, shards_without_devices, whole_number
-from aqnpipe.cli.profile_file import read_profile_file
+from aqnpipe.cli.profile_file import (
+    device_problem,
+    devices_of_job,
+    read_profile_file,
+    shards_without_devices,
+    whole_number,
+)
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study, load_study_file
 from aqnpipe.device import VISIBLE_DEVICES, resolve_device

@@ -15,14 +15,20 @@ from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import MOST_THREADS, describe_validation_error
 from aqnpipe.config.dataset import PromptFormat
-from aqnpipe.config.evaluation import EvaluationConfig, refuse_unknown_scorer, scorer_problem
-from aqnpipe.config.evaluation_noise import PRESETS, NoisesFile, settings_of
+from aqnpipe.config.evaluation import (
+    PRESETS,
+    EvaluationConfig,
+    NoisesFile,
+    expected_scorer,
+    refuse_unknown_scorer,
+    settings_of,
+)
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
 from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
 from aqnpipe.config.noise import OperatorSet
 from aqnpipe.config.own_code import refuse_foreign_code
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.config.validation_messages import unknown
+from aqnpipe.config.validation_messages import one_of
 from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.data.graders import refuse_unusable_scorer
 from aqnpipe.device import RequestedDevice
@@ -83,9 +89,8 @@ def robustness(
         raise ConfigError(f"--output {output}: found a file, expected a folder or a new name")
     dataset = dataset_of(data, questions, trust_code=trust_code)
     refuse_unknown_scorer(scorer)
-    problem = scorer_problem(scorer, dataset.answer_format)
-    if problem is not None:
-        raise ConfigError(f"--scorer: {problem}")
+    if expected := expected_scorer(scorer, dataset.answer_format):
+        raise ConfigError(f"--scorer: found {scorer}, expected {expected}")
     prompt = _validated(
         PromptFormat,
         {"style": style, "layout": layout, "instruction": instruction, "num_examples": shots},
@@ -179,8 +184,8 @@ def numbers(text: str, option: str, kind: type[float] | type[int]) -> list[Any]:
 def _noises(presets: Sequence[str], path: Path | None, *, trust_code: bool) -> dict[str, Any]:
     """Return the further noises by name: presets, and those of a file."""
     for name in presets:
-        if name not in PRESETS:
-            raise ConfigError(f"--noise: {unknown('noise', name, PRESETS, 'expected one of')}")
+        if expected := one_of(name, PRESETS):
+            raise ConfigError(f"--noise: found {name!r}, expected {expected}")
     named: dict[str, Any] = {name: name for name in PRESETS if name in presets}
     if path is None:
         return named

@@ -11,16 +11,15 @@ import typer
 from rich.progress import Progress
 from transformers.utils.logging import disable_progress_bar
 
-from aqnpipe.artifacts.checkpoints import CheckpointAccuracy, CheckpointComparison, RobustnessReport
+from aqnpipe.artifacts.comparisons import CheckpointAccuracy, CheckpointComparison, RobustnessReport
 from aqnpipe.artifacts.evaluations import EvaluationFiles, evaluation_files
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.options import aligned, console_of
 from aqnpipe.comparison.checkpoints import POWER, report_of
 from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
-from aqnpipe.config.cross_references import beyond_layers
+from aqnpipe.config.cross_references import expected_layers
 from aqnpipe.config.dataset import Split
-from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.evaluation_noise import settings_of
+from aqnpipe.config.evaluation import EvaluationConfig, settings_of
 from aqnpipe.config.model import ModelConfig, num_layers_in
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
@@ -100,8 +99,10 @@ def _refuse_missing_layers(evaluation: EvaluationConfig, folders: Mapping[str, P
         for noise, named in evaluation.noises.items():
             operators = settings_of(named).operator_noise
             for key in ("layers", "layer_scales") if operators is not None else ():
-                if problem := beyond_layers(getattr(operators, key) or (), num_layers, name):
-                    raise ConfigError(f"--noises: {noise}.operator_noise.{key}: {problem}")
+                layers = getattr(operators, key) or ()
+                if expected := expected_layers(layers, num_layers, name):
+                    where = f"--noises: {noise}.operator_noise.{key}"
+                    raise ConfigError(f"{where}: found {max(layers)}, expected {expected}")
 
 
 def _evaluated(
