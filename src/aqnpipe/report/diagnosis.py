@@ -12,7 +12,7 @@ from aqnpipe.report import charts, numbers
 from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.inputs import Diagnosis, Run
 from aqnpipe.report.markup import described
-from aqnpipe.report.tables import PanelGroup, Table, table_of
+from aqnpipe.report.tables import PanelGroup, Table, table
 from aqnpipe.report.words import Words
 
 Outcome = Literal["right", "false_alarm", "missed", "wrong_layer", "wrong_type", "abstained"]
@@ -21,27 +21,29 @@ _SHARED_NAMES = {"noise": "noise_or_spike", "spike": "noise_or_spike"}
 """Fault types that the published scans cannot distinguish, and their common name."""
 
 
-def diagnosis_verdicts(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
-    """Return a row per machine: the simulated fault, the fault that was found, and whether that is right."""
-    rows = (
+def verdict_tables(diagnoses: Sequence[Diagnosis], words: Words) -> tuple[Table, Table]:
+    """Return two tables with a row per machine: fault simulated, fault found, whether that is right; and the reason."""
+    rows = [
         {
             "machine": diagnosis.machine,
             "fault": _simulated_faults(diagnosis.verdict, words),
             "found": _found_faults(diagnosis.verdict, words),
             "right": outcome(diagnosis.verdict),
-            "forwards": f"{diagnosis.verdict.forward_equivalents:,.0f}",
+            "forwards": diagnosis.verdict.forward_equivalents,
+            "reason": diagnosis.verdict.reason,
         }
         for diagnosis in diagnoses
-    )
-    columns = "machine fault found right:diagnosis.outcome. forwards"
-    return table_of("diagnosis-verdicts", words("diagnosis.verdicts"), rows, columns, words, num_text_columns=4)
+    ]
+    return table("diagnosis-verdicts", rows, words), table("diagnosis-reasons", rows, words)
 
 
-def diagnosis_reasons(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
-    """Return a row per machine with the reason of its verdict, which may be long."""
-    rows = ({"machine": diagnosis.machine, "reason": diagnosis.verdict.reason} for diagnosis in diagnoses)
-    caption = words("diagnosis.reasons")
-    return table_of("diagnosis-reasons", caption, rows, "machine reason", words, num_text_columns=2)
+def layer_rows(diagnoses: Sequence[Diagnosis]) -> Iterator[dict[str, Any]]:
+    """Yield the metrics of every layer of every machine, with its sigma by the published rule and the reason."""
+    for diagnosis in diagnoses:
+        sigmas = diagnosis.sigmas
+        for row in diagnosis.layers.iter_rows(named=True):
+            own = {"sigma": sigmas.aqn.layer_sigmas.get(row["layer"]), "why": sigmas.reasons.get(row["layer"])}
+            yield row | {"machine": diagnosis.machine} | own
 
 
 def device_sentences(diagnoses: Sequence[Diagnosis], runs: Sequence[Run], words: Words) -> list[str]:
@@ -146,12 +148,12 @@ def _lines(
     return alt.layer(*rules, *charts.lines_with_dots(layers, x, y, "machine", keys))
 
 
-def _bars(table: pl.DataFrame, by: str, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
-    wide = len(table) > _BARS_IN_A_SMALL_PANEL
-    width = min(_PIXELS_PER_BAR * len(table) + 60, _MAX_WIDTH) if wide else charts.PANEL_WIDTH
+def _bars(rows: pl.DataFrame, by: str, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
+    wide = len(rows) > _BARS_IN_A_SMALL_PANEL
+    width = min(_PIXELS_PER_BAR * len(rows) + 60, _MAX_WIDTH) if wide else charts.PANEL_WIDTH
     x = alt.X("layer:O").title(words("axis.layer")).axis(grid=False, labelAngle=0, ticks=False)
     chart = (
-        alt.Chart(table, width=width, height=charts.PANEL_HEIGHT)
+        alt.Chart(rows, width=width, height=charts.PANEL_HEIGHT)
         .mark_bar()
         .encode(
             x,
@@ -164,12 +166,12 @@ def _bars(table: pl.DataFrame, by: str, keys: Sequence[SeriesKey], title: str, w
     return charts.panel(title, chart, words("alt.depth", what=words("depth.sigma")), wide=wide)
 
 
-def _told(table: pl.DataFrame, column: str, by: str, title: str, words: Words) -> pl.DataFrame:
+def _told(rows: pl.DataFrame, column: str, by: str, title: str, words: Words) -> pl.DataFrame:
     def text(row: Mapping[str, Any]) -> str:
         name, value = str(row[by]).replace("_", " "), numbers.metric(row[column])
         return described("", words("mark.layer", name=name, layer=row["layer"], what=title, value=value))
 
-    return charts.told(table, text)
+    return charts.told(rows, text)
 
 
 def strategy_group(diagnoses: Sequence[Diagnosis], words: Words) -> PanelGroup | None:
@@ -184,34 +186,30 @@ def strategy_group(diagnoses: Sequence[Diagnosis], words: Words) -> PanelGroup |
 
 def strategy_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table | None:
     """Return sigma, its multiple of the base and the reason by strategy and layer; None as in `strategy_group`."""
-    rows = [
+    rows = [row for diagnosis in diagnoses if len(diagnosis.strategies) > 1 for row in _sigmas(diagnosis)]
+    return table("sigma-strategies", rows, words) if rows else None
+
+
+def _sigmas(diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """Return the sigma of every layer by every strategy."""
+    return [
         {
             "machine": diagnosis.machine,
-            "strategy": strategy.replace("_", " "),
+            "strategy": strategy,
             "layer": layer,
             "sigma": sigma,
-            "multiplier": f"{sigma / file.aqn.base_sigma:.3g}",
+            "multiplier": sigma / file.aqn.base_sigma,
             "why": file.reasons.get(layer),
         }
-        for diagnosis in diagnoses
-        if len(diagnosis.strategies) > 1
         for strategy, file in diagnosis.strategies.items()
         for layer, sigma in sorted(file.aqn.layer_sigmas.items())
     ]
-    columns, caption = "machine strategy layer sigma:scale multiplier why", words("diagnosis.strategies")
-    return table_of("sigma-strategies", caption, rows, columns, words, num_text_columns=2) if rows else None
 
 
 def _panel(diagnosis: Diagnosis, keys: Sequence[SeriesKey], words: Words) -> Panel:
-    table = pl.DataFrame(
-        [
-            {"strategy": strategy, "layer": layer, "sigma": sigma}
-            for strategy, file in diagnosis.strategies.items()
-            for layer, sigma in sorted(file.aqn.layer_sigmas.items())
-        ]
-    )
+    rows = pl.DataFrame(_sigmas(diagnosis)).select("strategy", "layer", "sigma")
     title, told = words("diagnosis.strategies_of", machine=diagnosis.machine), words("depth.sigma")
-    return _bars(_told(table, "sigma", "strategy", told, words), "strategy", keys, title, words)
+    return _bars(_told(rows, "sigma", "strategy", told, words), "strategy", keys, title, words)
 
 
 def guidance_sentences(arms: Mapping[str, Arm], diagnoses: Sequence[Diagnosis], words: Words) -> list[str]:

@@ -13,7 +13,7 @@ from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.claims import counted_verdicts
 from aqnpipe.report.inputs import ReportData, Run
 from aqnpipe.report.markup import described
-from aqnpipe.report.tables import Figure, PanelGroup, Part, Table, table_of
+from aqnpipe.report.tables import Figure, PanelGroup, Part, Table, table
 from aqnpipe.report.words import Words
 
 
@@ -27,19 +27,14 @@ def fault_parts(data: ReportData, words: Words) -> tuple[Part, ...]:
             Part("figure", _figure(study, words), stem=f"loss-{number}"),
         ]
     if faulty := [run for run in data.runs if run.receipt.faults]:
-        table = training_faults(faulty, words)
-        parts.append(Part("folded", (Part("table", table),), table.caption))
+        survival = training_faults(faulty, words)
+        parts.append(Part("folded", (Part("table", survival),), survival.caption))
     return tuple(parts)
 
 
 def training_faults(runs: Sequence[Run], words: Words) -> Table:
     """Return the survival rate by run, fault and phase, and the share of the gradient that the fault zeroed."""
-    columns = (
-        "run fault phase calls:count survival=survival_rate:points gradient_share=zeroed_share:points "
-        "gradient_norm=zeroed_norm_share:points"
-    )
-    rows = _training_rows(runs, words)
-    return table_of("training-faults", words("faults.training"), rows, columns, words, num_text_columns=3)
+    return table("training-faults", _training_rows(runs, words), words)
 
 
 def _training_rows(runs: Sequence[Run], words: Words) -> Iterator[dict[str, Any]]:
@@ -67,7 +62,7 @@ def _figure(study: LossStudyFile, words: Words) -> Figure:
     return Figure(
         caption=words("losses.caption", texts=study.num_texts, gamma=study.gamma, layers=layers),
         groups=(PanelGroup(_panels(study, keys, words), legend=keys),),
-        tables=(_comparison_table(study, words), _sentence_table(study, words), _condition_table(study, words)),
+        tables=_tables(study, words),
     )
 
 
@@ -114,38 +109,13 @@ def _about_loss(row: Mapping[str, Any], words: Words) -> str:
     return described("", words("mark.loss", condition=row["condition"], magnitude=magnitude, loss=loss))
 
 
-def _comparison_table(study: LossStudyFile, words: Words) -> Table:
-    columns = (
-        "claim verdict:verdict. difference_in_nats=difference:signed_nats interval=ci:spans_signed_nats "
-        "p=p_value:p_value p_holm:p_value"
+def _tables(study: LossStudyFile, words: Words) -> tuple[Table, ...]:
+    """Return the comparisons, the same in words, and the conditions."""
+    claims = [vars(one) | {"claim": words.of(one.claim)} for one in study.comparisons]
+    compared = (row | {"alert": row["verdict"] == "invalid"} for row in claims)
+    sentences = (row | {"in_words": words.all_of(row["statements"])} for row in claims)
+    conditions = (
+        vars(cell) | {"magnitude": cell.magnitude or None, "alert": cell.above_uniform} for cell in study.conditions
     )
-    rows = (
-        vars(comparison) | {"claim": words.of(comparison.claim), "alert": comparison.verdict == "invalid"}
-        for comparison in study.comparisons
-    )
-    caption, note = words("losses.comparisons"), words("losses.note")
-    return table_of("loss-comparisons", caption, rows, columns, words, num_text_columns=2, note=note)
-
-
-def _sentence_table(study: LossStudyFile, words: Words) -> Table:
-    rows = ({"claim": words.of(one.claim), "in_words": words.all_of(one.statements)} for one in study.comparisons)
-    return table_of("loss-sentences", words("losses.sentences"), rows, "claim in_words", words, num_text_columns=2)
-
-
-def _condition_table(study: LossStudyFile, words: Words) -> Table:
-    rows = (
-        vars(cell)
-        | {
-            "magnitude": f"{cell.magnitude:g}" if cell.magnitude else None,
-            "layers": ", ".join(map(str, cell.noised_layers)),
-            "against_uniform": words("published.worse" if cell.above_uniform else "published.better"),
-            "alert": cell.above_uniform,
-        }
-        for cell in study.conditions
-    )
-    columns = (
-        "condition magnitude order:order. layers loss=mean_loss:.4f loss_std=seed_sd:.4f "
-        "survival=survival_rate:points gradient_share=gradient_zeroed_share:points "
-        "gradient_norm=gradient_zeroed_norm_share:points against_uniform"
-    )
-    return table_of("loss-conditions", words("losses.conditions"), rows, columns, words, num_text_columns=4)
+    found = {"loss-comparisons": compared, "loss-sentences": sentences, "loss-conditions": conditions}
+    return tuple(table(name, rows, words) for name, rows in found.items())

@@ -22,7 +22,7 @@ from aqnpipe.report import charts, numbers
 from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.inputs import MeasuredMachine, ReportData
 from aqnpipe.report.markup import MUTED, described
-from aqnpipe.report.tables import Figure, PanelGroup, Part, Row, Table, table_of
+from aqnpipe.report.tables import Figure, PanelGroup, Part, Row, Table, table
 from aqnpipe.report.words import Words
 
 
@@ -340,22 +340,14 @@ def machine_parts(study: Study, rows: pl.DataFrame, words: Words) -> tuple[Part,
     if rows.is_empty():
         return ()
     last = rows.filter(pl.col("step") == pl.col("step").max().over("machine", "model", "arm"))
-    several = last["model"].n_unique() > 1
-    columns = (
-        f"machine {'model' if several else ''} arm noise=noise_level:level accuracy_here:points "
-        "accuracy_there:points difference:signed_points interval=ci:spans_signed_points flipped:points seeds=num_seeds "
-        "questions=num_questions:count problem"
-    )
-    table = table_of(
+    shown = table(
         "machines",
-        words("machines.table"),
         last.with_columns(alert=pl.col("problem").is_not_null()),
-        columns,
         words,
-        num_text_columns=4 if several else 3,
-        note=words("machines.note", level=1 - study.config.statistics.alpha),
+        without=() if last["model"].n_unique() > 1 else ("model",),
+        level=1 - study.config.statistics.alpha,
     )
-    return Part("items", _sentences(rows, words)), Part("table", table)
+    return Part("items", _sentences(rows, words)), Part("table", shown)
 
 
 def _sentences(rows: pl.DataFrame, words: Words) -> list[str]:

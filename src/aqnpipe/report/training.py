@@ -24,7 +24,7 @@ from aqnpipe.report.charts import (
 )
 from aqnpipe.report.inputs import Run
 from aqnpipe.report.markup import INK, described, small_dot
-from aqnpipe.report.tables import Table, table_of
+from aqnpipe.report.tables import Table, table
 from aqnpipe.report.words import Words
 
 METRICS = ("kl", "loss")
@@ -98,8 +98,7 @@ def _validations(leap: Leap, runs: Sequence[Run], words: Words) -> Iterator[str]
 def leap_table(found: Sequence[Leap], words: Words) -> Table:
     """Return every leap with its neighbours' value."""
     rows = (vars(leap) | {"run": words("run.name", arm=leap.arm, seed=leap.seed)} for leap in found)
-    columns = "run metric:metric. step value:metric usual:metric"
-    return table_of("leaps", words("training.leaps"), rows, columns, words, num_text_columns=2)
+    return table("leaps", rows, words)
 
 
 def _leaps_of(run: Run, metric: str) -> Iterator[Leap]:
