@@ -4,7 +4,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from aqnpipe.comparison.contrasts import Contrast, Refusal, Scores, Side
+from aqnpipe.comparison.contrasts import Contrast, Scores, Side
+from aqnpipe.comparison.evaluations import Refusal
 from aqnpipe.comparison.segments import segment_effects
 from aqnpipe.config.analysis import ArmComparison
 from aqnpipe.statistics.clusters import Clusters

@@ -132,6 +132,16 @@ def uses_in_tables():
                 yield Use(f"table {name}", pattern_of([key]), frozenset(placeholders(key)), True)
 
 
+def uses_in_marks():
+    """Yield every text of marks in pictures; its values are fields of frames, which a missing one stops."""
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and "told" in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
+                for (key,) in keys_in(node.args[1]):
+                    where = f"{path.relative_to(PACKAGE)}:{node.lineno}"
+                    yield Use(where, pattern_of([key]), frozenset(placeholders(key)), True)
+
+
 def template_parts(node):
     if isinstance(node, nodes.Concat):
         return [part.value if isinstance(part, nodes.Const) else None for part in node.nodes]
@@ -149,7 +159,7 @@ def uses_in_template():
 
 @pytest.fixture(scope="module")
 def uses():
-    found = [*uses_in_code(), *uses_in_columns(), *uses_in_tables(), *uses_in_template()]
+    found = [*uses_in_code(), *uses_in_columns(), *uses_in_tables(), *uses_in_marks(), *uses_in_template()]
     assert len(found) > 200
     return found
 
@@ -184,7 +194,7 @@ def test_forms_of_placeholders_are_known():
     for key, texts in CATALOGUE.items():
         for text in texts.values():
             for name, form in fields(text):
-                known = form in FORMATS or re.fullmatch(r"|count( [^|]+\|[^|]+)?|\.\d[fg]|g", form)
+                known = form in {*FORMATS, "spaced"} or re.fullmatch(r"|count( [^|]+\|[^|]+)?|\.\d[fg]|g", form)
                 assert known, f"{key}: {name}:{form}"
 
 

@@ -76,11 +76,19 @@ class LevelScores:
 
 
 @dataclass(frozen=True)
-class UnusableReason:
-    """A reason why no comparison may use an evaluation."""
+class Refusal:
+    """Why a comparison cannot be made, or why none may use an evaluation."""
 
     kind: RefusalKind
-    text: str
+    reason: str
+
+
+class RefusedError(Exception):
+    """A comparison cannot be made; it gets the verdict `invalid`."""
+
+    def __init__(self, kind: RefusalKind, reason: str) -> None:
+        super().__init__(reason)
+        self.refusal = Refusal(kind, reason)
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ class LoadedEvaluation:
 
     source: EvaluationInput
     levels: Mapping[float, LevelScores]
-    problems: tuple[UnusableReason, ...]
+    problems: tuple[Refusal, ...]
     weights: str | None
     setting: Mapping[str, str]
     accuracy: pl.DataFrame
@@ -160,7 +168,7 @@ def _loaded(
     return LoadedEvaluation(
         source=source,
         levels=levels,
-        problems=tuple(UnusableReason(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
+        problems=tuple(Refusal(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
         weights=record.inputs_sha256.get("weights"),
         setting=_setting(record)
         | _facts_setting(receipts.facts)

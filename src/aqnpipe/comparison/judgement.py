@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aqnpipe.artifacts.comparisons import ClaimVerdict
-from aqnpipe.comparison.contrasts import Contrast, Contrasts
+from aqnpipe.comparison.contrasts import Contrast, Contrasts, Scores
 from aqnpipe.comparison.identity import error_families
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison, Comparison, StatisticsConfig, TestedClaim
 from aqnpipe.config.arm import Arm
@@ -27,6 +27,13 @@ class Evidence:
     estimate: Estimate
     p_value: float
     p_other: float | None
+
+    @property
+    def scores(self) -> Scores:
+        """The scores of the comparison; ValueError if it was refused."""
+        if self.contrast.scores is None:
+            raise ValueError(f"{self.contrast.comparison_id} was refused, so it has no scores")
+        return self.contrast.scores
 
 
 @dataclass(frozen=True)
@@ -138,11 +145,9 @@ def _is_other_one_sided(claim: TestedClaim) -> bool:
     return claim.test == "non_inferiority"
 
 
-def possible_interval(claim: Comparison, estimate: Estimate, level: float) -> tuple[float, float]:
-    """Return the interval of an estimate at confidence `level`, within the values that a difference can have."""
-    low, high = estimate.interval(level)
-    bound = 2.0 if claim.kind == "degradation" else 1.0
-    return max(low, -bound), min(high, bound)
+def largest_difference(claim: Comparison) -> float:
+    """Return the largest value that the difference of a comparison can have."""
+    return 2.0 if claim.kind == "degradation" else 1.0
 
 
 def needs_several_seeds(contrast: Contrast) -> bool:
@@ -168,7 +173,7 @@ def judge(
     strictest = settings.alpha / family_size
     verdict, tail = verdict_of(contrast, estimate, *tests, settings.alpha)
     can_be_decided = is_decidable(contrast, estimate)
-    interval = possible_interval(claim, estimate, 1 - 2 * tail) if can_be_decided else (None, None)
+    interval = estimate.columns(1 - 2 * tail, largest_difference(claim)) if can_be_decided else {}
     distance, is_one_sided = _distance(claim, estimate.difference)
     deciding = (strictest if is_one_sided else strictest / 2, settings.power)
     sizes = (strictest if _is_one_sided(claim) else strictest / 2, settings.power)
@@ -179,8 +184,8 @@ def judge(
         claimed=tests[0],
         other=tests[1],
         interval_level=1 - 2 * tail,
-        ci_low=interval[0],
-        ci_high=interval[1],
+        ci_low=interval.get("ci_low"),
+        ci_high=interval.get("ci_high"),
         verdict=verdict,
         minimum_detectable=_minimum_detectable(parts, estimate, *sizes) if can_be_decided else None,
         seeds_needed=seeds_needed(parts, estimate.num_units, distance, *deciding) if more_seeds else None,
@@ -265,11 +270,5 @@ def _estimated(contrast: Contrast, alpha: float) -> dict[str, Any]:
     if contrast.scores is None:
         return {"num_seeds": 0, "num_questions": 0, "problem": contrast.refusal.reason if contrast.refusal else None}
     estimate = contrast.scores.estimate()
-    low, high = possible_interval(contrast.comparison, estimate, 1 - alpha)
-    return {
-        "num_seeds": estimate.num_seeds,
-        "num_questions": estimate.num_questions,
-        "difference": estimate.difference,
-        "ci_low": low,
-        "ci_high": high,
-    }
+    figures = estimate.columns(1 - alpha, largest_difference(contrast.comparison))
+    return {"num_seeds": estimate.num_seeds, "num_questions": estimate.num_questions, **figures}

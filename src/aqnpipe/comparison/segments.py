@@ -58,14 +58,11 @@ def _effects(
         # The questions of one kind are one cluster: then they are the units.
         clusters = Clusters.of(codes.tolist()) if len(set(codes)) > 1 else None
         estimate = estimate_difference(scores.treatment[:, chosen], scores.control[:, chosen], None, clusters)
-        low, high = estimate.interval(1 - alpha)
         yield SegmentEffect(
             comparison_id=comparison_id,
             by=by,
             segment=str(label),
             num_questions=int(chosen.sum()),
             num_clusters=None if clusters is None else clusters.number,
-            difference=estimate.difference,
-            ci_low=max(low, -scores.bound),
-            ci_high=min(high, scores.bound),
+            **estimate.columns(1 - alpha, scores.bound),
         )

@@ -11,7 +11,6 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.report import charts, numbers
 from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.inputs import Diagnosis, Run
-from aqnpipe.report.markup import described
 from aqnpipe.report.tables import PanelGroup, Table, table
 from aqnpipe.report.words import Words
 
@@ -167,11 +166,8 @@ def _bars(rows: pl.DataFrame, by: str, keys: Sequence[SeriesKey], title: str, wo
 
 
 def _told(rows: pl.DataFrame, column: str, by: str, title: str, words: Words) -> pl.DataFrame:
-    def text(row: Mapping[str, Any]) -> str:
-        name, value = str(row[by]).replace("_", " "), numbers.metric(row[column])
-        return described("", words("mark.layer", name=name, layer=row["layer"], what=title, value=value))
-
-    return charts.told(rows, text)
+    named = rows.select("layer", name=by, value=column)
+    return rows.with_columns(charts.told(named, "mark.layer", words, series="", what=title)["about"])
 
 
 def strategy_group(diagnoses: Sequence[Diagnosis], words: Words) -> PanelGroup | None:

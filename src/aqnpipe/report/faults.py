@@ -1,6 +1,6 @@
 """Effects of simulated faults: the loss studies, and survival and gradients at the faulty sites of training runs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import altair as alt
@@ -12,7 +12,6 @@ from aqnpipe.report import charts
 from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.claims import counted_verdicts
 from aqnpipe.report.inputs import ReportData, Run
-from aqnpipe.report.markup import described
 from aqnpipe.report.tables import Figure, PanelGroup, Part, Table, table
 from aqnpipe.report.words import Words
 
@@ -95,18 +94,13 @@ def _panels(study: LossStudyFile, keys: Sequence[SeriesKey], words: Words) -> li
         rows.columns = ["condition", "magnitude", "loss"]
         x = alt.X("magnitude:Q").title(words("axis.magnitude")).scale(type="log").axis(grid=False)
         y = alt.Y("loss:Q").title(words("axis.loss"))
-        told = charts.told(rows, lambda row: _about_loss(row, words))
+        told = charts.told(rows, "mark.loss", words, series="")
         chart = alt.layer(
             charts.dashed_rules(rules).encode(y=y), *charts.lines_with_dots(told, x, y, "condition", keys)
         )
         title = words(f"order.{order}") if order else words("losses.panel")
         panels.append(charts.panel(title, chart, words("alt.losses", order=title)))
     return panels
-
-
-def _about_loss(row: Mapping[str, Any], words: Words) -> str:
-    magnitude, loss = f"{row['magnitude']:g}", f"{row['loss']:.4f}"
-    return described("", words("mark.loss", condition=row["condition"], magnitude=magnitude, loss=loss))
 
 
 def _tables(study: LossStudyFile, words: Words) -> tuple[Table, ...]:

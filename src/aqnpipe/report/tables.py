@@ -210,10 +210,9 @@ def _parts(column: str) -> tuple[str, str, str]:
 def _cell(row: Mapping[str, Any], field: str, form: str, words: Words) -> str:
     """Return a value as text, in a form of `numbers.formatted`; a missing value is a dash.
 
-    Besides: `level`, which may have a name; `spaced`, a name with spaces for underscores; the beginning of a key of the
-    catalogue, such as `verdict.`, whose end is the value, or yes or no; `list` and `slashes` for several values; and,
-    with another form, `spans_` for the interval of the fields `{field}_low` and `{field}_high`, or `ranges_` for the
-    value with them as its range.
+    Besides: `level`, which may have a name; the beginning of a key of the catalogue, such as `verdict.`, whose end is
+    the value, or yes or no; `list` and `slashes` for several values; and, with another form, `spans_` for the interval
+    of the fields `{field}_low` and `{field}_high`, or `ranges_` for the value with them as its range.
     """
     kind, _, end = form.partition("_")
     if kind == "spans":
@@ -231,8 +230,6 @@ def _cell(row: Mapping[str, Any], field: str, form: str, words: Words) -> str:
             return str(value)
         case "level":
             return words.level(value)
-        case "spaced":
-            return str(value).replace("_", " ")
         case "list":
             return ", ".join(map(str, value))
         case "slashes":

@@ -2,10 +2,9 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import altair as alt
 import polars as pl
@@ -238,13 +237,13 @@ def _curves(
             .encode(x, _same(y, "value"), color=colour, description="about:N")
         )
     if (means["high"] > means["low"]).any():
-        band = base_chart(told(means, switched))
+        band = base_chart(switched(means))
         layers.append(
             band.mark_area(opacity=0.16).encode(
                 x, _same(y, "low"), alt.Y2("high:Q"), color=colour, description="about:N"
             )
         )
-    lines = base_chart(told(means, switched)).mark_line(strokeWidth=1.9)
+    lines = base_chart(switched(means)).mark_line(strokeWidth=1.9)
     layers.append(lines.encode(x, y, color=colour, strokeDash=dash, description="about:N"))
     values = _values(means, words, title, VALUES_PER_LINE // thinning[2])
     layers.append(
@@ -270,7 +269,8 @@ def _dots(metrics: pl.DataFrame, column: str, most: int) -> pl.DataFrame:
     last = int(metrics["step"].max())  # type: ignore[arg-type]
     stride = max(-(-(len(rows) // runs) // per_run), 1)
     thin = rows.filter((last - pl.col("step")) % stride == 0) if stride > 1 else rows
-    return told(thin.sort("arm", "seed", "step"), lambda row: small_dot(row["arm"]))
+    thin = thin.sort("arm", "seed", "step")
+    return thin.with_columns(about=pl.Series([small_dot(arm) for arm in thin["arm"]], dtype=pl.String))
 
 
 def _values(means: pl.DataFrame, words: Words, title: str, most: int) -> pl.DataFrame:
@@ -280,12 +280,7 @@ def _values(means: pl.DataFrame, words: Words, title: str, most: int) -> pl.Data
         stride = max(-(-len(line) // most), 1)
         parts.append(line[::-1][::stride])
 
-    def text(row: Mapping[str, Any]) -> str:
-        value, low, high = (numbers.metric(row[name]) for name in ("mean", "low", "high"))
-        about = words("mark.curve", arm=row["arm"], step=row["step"], what=title, value=value, low=low, high=high)
-        return described(row["arm"], about)
-
-    return told(pl.concat(parts), text)
+    return told(pl.concat(parts), "mark.curve", words, what=title)
 
 
 def _leap_marks(found: Sequence[Leap], metrics: pl.DataFrame, column: str, words: Words) -> pl.DataFrame | None:
@@ -303,14 +298,8 @@ def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -
     logarithmic = alt.Scale(type="log")
     decades = _decades(table["sigma_requested"])
     colour = colour_scale("arm", keys)
-    requested = base_chart(told(first_seed, switched))
-
-    def text(row: Mapping[str, Any]) -> str:
-        requested, measured = numbers.scale(row["sigma_requested"]), numbers.scale(row["sigma_measured"])
-        about = words("mark.sigma", arm=row["arm"], step=row["step"], requested=requested, measured=measured)
-        return described(row["arm"], about)
-
-    measured = base_chart(told(first_seed, text).filter(pl.col("sigma_measured") > 0))
+    requested = base_chart(switched(first_seed))
+    measured = base_chart(told(first_seed, "mark.sigma", words).filter(pl.col("sigma_measured") > 0))
     y = alt.Y("sigma_requested:Q").title(words("axis.sigma_requested")).scale(logarithmic).axis(values=decades)
     chart = alt.layer(
         requested.mark_line(strokeWidth=1.6, interpolate="step-after").encode(
