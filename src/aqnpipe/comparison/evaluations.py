@@ -14,7 +14,7 @@ import pandera.polars as pa
 import polars as pl
 from statsmodels.stats.proportion import proportion_confint
 
-from aqnpipe.artifacts.comparisons import RefusalKind
+from aqnpipe.artifacts.comparisons import AccuracyTable, RefusalKind
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import numbered_together, read_json, read_table, read_unchecked_table, validate_tables
@@ -202,21 +202,9 @@ def _accuracies(
         [source.identity | {_FILE: number} for number, source in enumerate(sources)],
         schema_overrides={"seed": pl.Int64, "step": pl.Int64, _FILE: pl.UInt32},
     )
-    found = of_files.join(table, on=_FILE, maintain_order="right").select(
-        _FILE,
-        *sources[0].identity,
-        "noise_level",
-        "num_questions",
-        "num_noise_seeds",
-        "num_samples",
-        "accuracy",
-        *(f"accuracy_{name}" for name in SCORERS),
-        pl.Series("ci_low", np.clip(low, 0, 1)),
-        pl.Series("ci_high", np.clip(high, 0, 1)),
-        "truncated_fraction",
-        "parse_failure_fraction",
-        *(f"parse_failure_{name}" for name in SCORERS),
-    )
+    columns = [name for name in AccuracyTable.to_schema().columns if name != "noise"]
+    bounds = (pl.Series("ci_low", np.clip(low, 0, 1)), pl.Series("ci_high", np.clip(high, 0, 1)))
+    found = of_files.join(table.with_columns(bounds), on=_FILE, maintain_order="right").select(_FILE, *columns)
     parts = found.partition_by(_FILE, as_dict=True, include_key=False, maintain_order=True)
     return [parts.get((number,), found.clear().drop(_FILE)) for number in range(len(sources))]
 

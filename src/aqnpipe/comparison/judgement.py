@@ -1,16 +1,13 @@
 """Judge a claim: p-value, interval and verdict of an estimate, by the test that the comparison declares."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from aqnpipe.artifacts.comparisons import ClaimVerdict
-from aqnpipe.comparison.contrasts import Contrast, Contrasts, Scores
+from aqnpipe.comparison.contrasts import Contrast, Scores
 from aqnpipe.comparison.identity import error_families
-from aqnpipe.config.analysis import PRETRAINED, ArmComparison, Comparison, StatisticsConfig, TestedClaim
-from aqnpipe.config.arm import Arm
-from aqnpipe.config.study import Study
+from aqnpipe.config.analysis import Comparison, StatisticsConfig, TestedClaim
 from aqnpipe.statistics.crossed_effects import Estimate
 from aqnpipe.statistics.multiple_testing import adjusted_within_families
 from aqnpipe.statistics.sample_sizes import VarianceParts, expected_spread, questions_needed, seeds_needed
@@ -238,37 +235,3 @@ def _distance(claim: TestedClaim, difference: float) -> tuple[float, bool]:
         return abs(difference), False
     inside = difference + claim.margin if claim.test == "non_inferiority" else claim.margin - abs(difference)
     return abs(inside), inside > 0 or _is_other_one_sided(claim)
-
-
-def difference_rows(study: Study, contrasts: Contrasts) -> list[dict[str, Any]]:
-    """Return a row per arm and level, after the last step, as in `artifacts.comparisons.DifferenceTable`."""
-    return [row for role in study.model_roles() for row in _rows_of_model(study, role, contrasts)]
-
-
-def _reference_arm(study: Study, role: str) -> str:
-    """Return the first arm of a model without noise, AQN or simulated machine; else the pretrained model."""
-    plain = (name for name, arm in study.arms.items() if arm.model == role and arm.aa_control_of is None)
-    return next((name for name in plain if _is_plain(study.arms[name])), PRETRAINED)
-
-
-def _is_plain(arm: Arm) -> bool:
-    return not (arm.operator_noise or arm.module_noise or arm.aqn or arm.machine)
-
-
-def _rows_of_model(study: Study, role: str, contrasts: Contrasts) -> Iterator[dict[str, Any]]:
-    reference, alpha = _reference_arm(study, role), study.config.statistics.alpha
-    for name in (name for name, arm in study.arms.items() if arm.model == role and name != reference):
-        for level in sorted(study.config.evaluation.all_levels()):
-            comparison = ArmComparison(
-                kind="arms", treatment=name, control=reference, noise_level=level, expected="higher", claim=name
-            )
-            identity = {"model": role, "arm": name, "reference": reference, "noise_level": level}
-            yield identity | _estimated(contrasts.of(comparison, name), alpha)
-
-
-def _estimated(contrast: Contrast, alpha: float) -> dict[str, Any]:
-    if contrast.scores is None:
-        return {"num_seeds": 0, "num_questions": 0, "problem": contrast.refusal.reason if contrast.refusal else None}
-    estimate = contrast.scores.estimate()
-    figures = estimate.columns(1 - alpha, largest_difference(contrast.comparison))
-    return {"num_seeds": estimate.num_seeds, "num_questions": estimate.num_questions, **figures}

@@ -34,7 +34,6 @@ from aqnpipe.artifacts.files import (
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.comparison.aa_controls import aa_control_rates
 from aqnpipe.comparison.claims import (
     answer_of,
     contrasts_at_looks,
@@ -48,27 +47,23 @@ from aqnpipe.comparison.contrasts import (
     Contrast,
     Contrasts,
     checkpoint_name,
-    refuse_bad_evaluation,
 )
-from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, Refusal, RefusedError, load_evaluations
+from aqnpipe.comparison.descriptive import aa_control_rates, difference_rows, robustness_rows, segment_effects
+from aqnpipe.comparison.evaluations import EvaluationInput, Refusal, load_evaluations
 from aqnpipe.comparison.identity import comparison_ids, error_families
 from aqnpipe.comparison.judgement import (
     Evidence,
     Judgement,
     Tested,
     adjusted_tests,
-    difference_rows,
     evidence_of,
     judge,
 )
 from aqnpipe.comparison.lineage import lineage_problems
-from aqnpipe.comparison.segments import segment_effects
-from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
+from aqnpipe.config.analysis import StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.multiple_testing import interval_level
-from aqnpipe.statistics.robustness import mean_slopes, robustness_row
 from aqnpipe.statistics.sample_sizes import variance_parts
 
 FloatArray = npt.NDArray[np.float64]
@@ -159,7 +154,7 @@ def compare(
     compared = table_of(rows, ComparisonTable)
     write_table(outputs.comparisons, compared, ComparisonTable)
     write_csv(outputs.comparisons.with_suffix(".csv"), _with_reasons(compared, claims))
-    slopes = table_of(_robustness_rows(study, contrasts), RobustnessTable)
+    slopes = table_of(robustness_rows(study, contrasts), RobustnessTable)
     write_table_and_csv(outputs.robustness, slopes, RobustnessTable)
     differences = table_of(difference_rows(study, contrasts), DifferenceTable)
     write_table_and_csv(outputs.differences, differences, DifferenceTable)
@@ -320,51 +315,3 @@ def _identity(contrast: Contrast) -> dict[str, Any]:
         "treatment_level": contrast.treatment.noise_level,
         "control_level": contrast.control.noise_level,
     }
-
-
-def _robustness_rows(study: Study, contrasts: Contrasts) -> list[dict[str, Any]]:
-    levels = sorted(study.config.evaluation.noise_levels)
-    if len(levels) < 2:
-        return []
-    alpha = study.config.statistics.alpha
-    found = (
-        _robustness_of_model(role, study.evaluated_arms(role), levels, contrasts, alpha) for role in study.model_roles()
-    )
-    return [row for rows in found for row in rows]
-
-
-def _robustness_of_model(
-    model: str, arms: Sequence[str], levels: Sequence[float], contrasts: Contrasts, alpha: float
-) -> list[dict[str, Any]]:
-    empty = {"model": model, "num_seeds": 0, "num_questions": 0, "num_levels": 0}
-    found: dict[str, list[FloatArray]] = {}
-    clusters: dict[str, Clusters | None] = {}
-    problems: dict[str, str] = {}
-    for arm in arms:
-        try:
-            runs = contrasts.runs_of(model, arm)
-            found[arm], clusters[arm] = _outcomes(runs, levels), runs[0].levels[levels[0]].clusters
-        except RefusedError as error:
-            problems[arm] = error.refusal.reason
-    slopes = {arm: mean_slopes(levels, outcomes) for arm, outcomes in found.items() if arm != PRETRAINED}
-    most = max(map(len, slopes.values()), default=0)
-    # An arm may have fewer seeds than others, always the first ones.
-    padded = {arm: np.append(values, np.full(most - len(values), np.nan)) for arm, values in slopes.items()}
-    variances = contrasts.variances(model, padded)
-    return [
-        empty | {"arm": arm, "problem": problems[arm]}
-        if arm in problems
-        else empty | {"arm": arm} | robustness_row(levels, found[arm], variances.of(arm), alpha, clusters[arm])
-        for arm in arms
-    ]
-
-
-def _outcomes(runs: Sequence[LoadedEvaluation], levels: Sequence[float]) -> list[FloatArray]:
-    """Correctness [seed, noise seed, question] at every level; RefusedError if the runs cannot be compared."""
-    for run in runs:
-        refuse_bad_evaluation(run, levels)
-    if len({run.levels[level].question_ids for run in runs for level in levels}) > 1:
-        raise RefusedError("questions", "seeds answered different questions")
-    if len({run.levels[level].noise_seeds for level in levels for run in runs if level > 0}) > 1:
-        raise RefusedError("noise_seeds", "seeds were evaluated with different noise seeds")
-    return [np.stack([run.levels[level].correct for run in runs]) for level in levels]

@@ -191,7 +191,11 @@ def _tested_accuracies(
         claim,
         result,
         invalid=tuple(statements.impossible(figure) for figure in figures if not figure.possible),
-        notes=tuple(statements.ambiguous_count(figure) for figure in figures if len(figure.correct) > 1),
+        notes=tuple(
+            statement("note.ambiguous_count", name=figure.id, first=figure.correct[0], last=figure.correct[-1])
+            for figure in figures
+            if len(figure.correct) > 1
+        ),
         p_run_to_run=p_run_to_run,
     )
 
@@ -296,11 +300,14 @@ def _beyond_margin(claim: PublishedClaim, published: PublishedFile, family_size:
 
 def _conclusion(tested: _Tested, verdict: ClaimVerdict, published: PublishedFile) -> list[Statement]:
     if tested.invalid:
-        return [statements.invalid(tested.invalid)]
+        return [statement("evidence.invalid", reasons=tested.invalid)]
     found = [statement(f"conclusion.{verdict}")]
     scatter, p_holm = published.run_scatter, tested.p_holm
     if scatter is not None and tested.p_run_to_run is not None and tested.p_run_to_run_holm is not None:
-        found.append(statements.run_to_run(scatter, tested.p_run_to_run, tested.p_run_to_run_holm))
+        # The second p decides: it is adjusted over the family, of the larger one over questions and over runs.
+        p, p_decides = tested.p_run_to_run, tested.p_run_to_run_holm
+        runs = scatter.num_runs
+        found.append(statement("evidence.run_to_run", points=scatter.points, runs=runs, p=p, p_holm=p_decides))
     elif statements.assumes_equal_runs(tested.claim):
         found.append(statement("evidence.equal_runs"))
     needed = questions_per_side(tested.claim, tested.result, published.alpha, published.power)

@@ -9,7 +9,7 @@ from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import NUMBER_SCORERS
-from aqnpipe.report import charts, diagnosis, faults, machines, published, receipts, tables, training
+from aqnpipe.report import charts, diagnosis, machines, published, receipts, tables, training
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.claims import MAX_CLAIMS_PER_LOOK, claim_text, look_table
 from aqnpipe.report.inputs import Diagnosis, Evaluated, ReportData, Run
@@ -100,7 +100,7 @@ def sections(study: Study, data: ReportData, scales: Sequence[MachineScale], wor
         Section("scale", tuple(machines.scale_parts(scales))),
         of_models("training", "training.none"),
         of_models("diagnosis", "diagnosis.none"),
-        Section("faults", faults.fault_parts(data, words)),
+        Section("faults", diagnosis.fault_parts(data, words)),
         Section("receipts", tuple(receipts.receipt_parts(data, words, run_link))),
         Section("explorer", (Part("text", words("explorer.none")),)),
         Section("comparisons", comparisons if compared.rows else (Part("text", words("comparisons.none")),)),

@@ -9,7 +9,6 @@ from itertools import pairwise
 import altair as alt
 import polars as pl
 
-from aqnpipe.report import numbers
 from aqnpipe.report.charts import (
     Panel,
     SeriesKey,
@@ -65,17 +64,16 @@ def leap_sentence(leap: Leap, words: Words) -> str:
         metric=words(f"metric.{leap.metric}"),
         run=words("run.name", arm=leap.arm, seed=leap.seed),
         step=leap.step,
-        value=numbers.metric(leap.value),
-        usual=numbers.metric(leap.usual),
+        value=leap.value,
+        usual=leap.usual,
     )
 
 
 def leap_sentences(found: Sequence[Leap], runs: Sequence[Run], words: Words) -> list[str]:
     """Return each of the farthest leaps with the validations around it, and how many more there are."""
-    sentences = [
-        words.paragraph([leap_sentence(leap, words), *_validations(leap, runs, words)]) for leap in found[:MAX_SHOWN]
-    ]
-    return sentences + ([words("training.more_leaps", count=len(found) - MAX_SHOWN)] if len(found) > MAX_SHOWN else [])
+    shown, more = found[:MAX_SHOWN], len(found) - MAX_SHOWN
+    sentences = [words.paragraph([leap_sentence(leap, words), *_validations(leap, runs, words)]) for leap in shown]
+    return [*sentences, *([words("training.more_leaps", count=more)] if more > 0 else [])]
 
 
 def _validations(leap: Leap, runs: Sequence[Run], words: Words) -> Iterator[str]:
@@ -115,24 +113,22 @@ def _leaps_of(run: Run, metric: str) -> Iterator[Leap]:
 
 def growth_sentences(runs: Sequence[Run], words: Words) -> list[str]:
     """Return a sentence for each of the runs whose distance has grown the most, and how many more there are."""
-    grown = []
-    for run in runs:
-        growth = run.record.training.distance_growth if run.record.training else None
-        if growth is not None and growth.has_grown:
-            grown.append((growth.last_mean - growth.first_mean, run, growth))
-    grown.sort(key=lambda entry: (-entry[0], entry[1].arm, entry[1].seed))
+    growths = [(run, run.record.training.distance_growth) for run in runs if run.record.training]
+    grown = [(run, growth) for run, growth in growths if growth is not None and growth.has_grown]
+    grown.sort(key=lambda pair: (pair[1].first_mean - pair[1].last_mean, pair[0].arm, pair[0].seed))
     sentences = [
         words(
             "distance.grown",
             run=words("run.name", arm=run.arm, seed=run.seed),
-            first=numbers.metric(growth.first_mean),
-            last=numbers.metric(growth.last_mean),
+            first=growth.first_mean,
+            last=growth.last_mean,
             rollouts=growth.num_compared,
-            error=numbers.metric(growth.standard_error),
+            error=growth.standard_error,
         )
-        for _, run, growth in grown[:MAX_SHOWN]
+        for run, growth in grown[:MAX_SHOWN]
     ]
-    return sentences + ([words("distance.more_grown", count=len(grown) - MAX_SHOWN)] if len(grown) > MAX_SHOWN else [])
+    more = len(grown) - MAX_SHOWN
+    return [*sentences, *([words("distance.more_grown", count=more)] if more > 0 else [])]
 
 
 def engine_sentences(runs: Sequence[Run], words: Words) -> list[str]:
