@@ -25,9 +25,9 @@ from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.comparison.contrasts import Checkpoint, Contrasts
+from aqnpipe.comparison.descriptive import difference_rows
 from aqnpipe.comparison.evaluations import PASS_KEYS, EvaluationInput, LevelScores, LoadedEvaluation
 from aqnpipe.comparison.identity import comparison_ids
-from aqnpipe.comparison.judgement import difference_rows
 from aqnpipe.comparison.look_states import next_look, plan_after, planned_looks, seeds_after
 from aqnpipe.comparison.looks import claims_at
 from aqnpipe.config.study import Study, load_study_file

@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import norm
 
 from aqnpipe.comparison.checkpoints import compare_checkpoints, report_of
-from aqnpipe.comparison.evaluations import EvaluationInput, LevelScores, LoadedEvaluation, UnusableReason
+from aqnpipe.comparison.evaluations import EvaluationInput, LevelScores, LoadedEvaluation, Refusal
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.run import EvaluationSpec
@@ -113,7 +113,7 @@ def test_p_values_are_adjusted_within_each_kind():
         (evaluation("b", dict(B.levels), setting={"config.dtype": "'bfloat16'"}), "config.dtype is 'float32' for a"),
         (evaluation("b", {0.0: B.levels[0.0]}), "noise level 0.1 was not evaluated"),
         (
-            evaluation("b", dict(B.levels), problems=[UnusableReason("receipt", "b: receipt refused: no noise")]),
+            evaluation("b", dict(B.levels), problems=[Refusal("receipt", "b: receipt refused: no noise")]),
             "receipt refused",
         ),
         (

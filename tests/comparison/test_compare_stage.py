@@ -11,7 +11,8 @@ from made_up import evaluation_receipt, rewrite_table
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, DifferenceTable, RobustnessTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.comparison.contrasts import RefusedError, refuse_bad_evaluation
+from aqnpipe.comparison.contrasts import refuse_bad_evaluation
+from aqnpipe.comparison.evaluations import RefusedError
 from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.runs import REMOVED_WEIGHTS_FILE, RetainedRun, RunRecord, read_removed, why_weights_are_gone
 from aqnpipe.comparison import retention
-from aqnpipe.comparison.evaluations import UnusableReason
+from aqnpipe.comparison.evaluations import Refusal
 from aqnpipe.comparison.lineage import _Lineage
 from aqnpipe.comparison.retention import kept_step, remove_weights
 from aqnpipe.config.plan import StudyPlan
@@ -26,7 +26,7 @@ def evaluation(step, *accuracies, problems=(), twins=MappingProxyType({})):
     return SimpleNamespace(
         source=SimpleNamespace(step=step, name=f"step {step}"),
         accuracy=pl.DataFrame({"accuracy": accuracies}),
-        problems=[UnusableReason("receipt", text) for text in problems],
+        problems=[Refusal("receipt", text) for text in problems],
         levels={level: SimpleNamespace(same_responses_as=twins.get(level)) for level in (0.0, 0.05, 0.1)},
     )
 

@@ -4,8 +4,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from aqnpipe.comparison.contrasts import Contrast, Refusal, Scores, Side
-from aqnpipe.comparison.segments import segment_effects
+from aqnpipe.comparison.contrasts import Contrast, Scores, Side
+from aqnpipe.comparison.descriptive import segment_effects
+from aqnpipe.comparison.evaluations import Refusal
 from aqnpipe.config.analysis import ArmComparison
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.paired import PairedCounts, score_interval

@@ -15,7 +15,7 @@ from aqnpipe.artifacts.base import statement
 from aqnpipe.config.published import PublishedFile, RatioClaim
 from aqnpipe.errors import ConfigError
 from aqnpipe.published.check import check_published_figures, check_published_file
-from aqnpipe.published.summary_tests import Proportion, Result, largest_discordance, ratio_result
+from aqnpipe.published.summary_tests import Proportion, Result, differences_result, largest_discordance
 from aqnpipe.report.words import load_words
 from aqnpipe.statistics.grim import agrees, possible_counts, possible_sizes
 
@@ -158,7 +158,7 @@ def test_fiellers_interval_holds_where_its_equation_does():
             "expected": "higher",
         }
     )
-    result = ratio_result(ratio, proportions, 0.05)
+    result = differences_result(ratio, proportions, 0.05)
     assert result.difference == pytest.approx(2.0)
     for end in (result.ci_low, result.ci_high):
         value = 0.4 - end * 0.2

@@ -75,5 +75,5 @@ def test_paths_come_from_the_plan(tmp_path, synthetic):
     assert inputs.evaluations[0].table == results / "eval/base/pretrained/seed0/step0.parquet"
     assert inputs.diagnoses[1].strategies == {"published": results / "srdd/base/target/sigmas-published.yaml"}
     data = read_inputs(inputs)
-    assert len(data.missing_runs) == 8
+    assert len(data.inputs.runs) - len(data.runs) == 8
     assert len(data.missing) == 6 + 8 * 3 + len(inputs.evaluations) * 3 + 2 * 3

@@ -1,6 +1,7 @@
 """The catalogue of words: complete in both languages, in one vocabulary, and in step with the code that uses it."""
 
 import ast
+import inspect
 import re
 import string
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from jinja2 import Environment, nodes
 import aqnpipe
 from aqnpipe.artifacts.base import statement
 from aqnpipe.report.numbers import FORMATS
+from aqnpipe.report.tables import specifications, table
 from aqnpipe.report.words import LANGUAGES, catalogue, load_words
 
 PACKAGE = Path(aqnpipe.__file__).parent
@@ -25,15 +27,13 @@ CONSTANTS = {
     for node in ast.walk(tree)
     if isinstance(node, ast.Constant) and isinstance(node.value, str)
 }
-_COLUMN = re.compile(r"(\w+)(?:=\w+)?(?::([\w.]+))?")
-COLUMNS = [
-    _COLUMN.fullmatch(column).groups()
-    for text in CONSTANTS
-    if all(map(_COLUMN.fullmatch, text.split()))
-    for column in text.split()
-]
+TABLES = specifications()
+_COLUMN = re.compile(r"(\w+)(?:=\w+)?(?::([\w.,]+))?")
+COLUMNS = [_COLUMN.fullmatch(column).groups() for table in TABLES.values() for column in table["columns"].split()]
 """(key of the header, form) of every column of a table, see `report.tables.table_of`."""
-CONSTANTS |= {key for key, _ in COLUMNS}
+CONSTANTS |= {key for key, _ in COLUMNS} | {
+    table[key] for table in TABLES.values() for key in ("caption", "note") if key in table
+}
 
 CHINESE_BANNED = {
     "回执": "凭证",
@@ -97,8 +97,8 @@ def uses_in_code():
                 continue
             if node.func.id not in ("words", "statement"):
                 continue
-            assert all(word.arg for word in node.keywords), f"{path}:{node.lineno}: values are keywords"
             for parts in keys_in(node.args[0]):
+                assert all(word.arg for word in node.keywords), f"{path}:{node.lineno}: values are keywords"
                 yield Use(
                     f"{path.relative_to(PACKAGE)}:{node.lineno}",
                     pattern_of(parts),
@@ -111,6 +111,35 @@ def uses_in_columns():
     """Yield every use by a form of a column, such as `verdict.`."""
     for form in {form for _, form in COLUMNS if form and form.endswith(".")}:
         yield Use(f"a column of the form {form}", pattern_of([form, None]), frozenset(), True)
+
+
+def tables_in_code():
+    """Yield the name and the values of caption and note of every call of `table`."""
+    parameters = set(inspect.signature(table).parameters) - {"values"}
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and "table" in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
+                parts = [] if not node.args else [parts for parts in keys_in(node.args[0]) if None not in parts]
+                for (name,) in parts:
+                    yield name, {word.arg for word in node.keywords} - parameters
+
+
+def uses_in_tables():
+    """Yield every caption and note of a table; all their values together are those that its calls give."""
+    for name, found in TABLES.items():
+        for key in (found["caption"], found.get("note")):
+            if key:
+                yield Use(f"table {name}", pattern_of([key]), frozenset(placeholders(key)), True)
+
+
+def uses_in_marks():
+    """Yield every text of marks in pictures; its values are fields of frames, which a missing one stops."""
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and "told" in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
+                for (key,) in keys_in(node.args[1]):
+                    where = f"{path.relative_to(PACKAGE)}:{node.lineno}"
+                    yield Use(where, pattern_of([key]), frozenset(placeholders(key)), True)
 
 
 def template_parts(node):
@@ -130,7 +159,7 @@ def uses_in_template():
 
 @pytest.fixture(scope="module")
 def uses():
-    found = [*uses_in_code(), *uses_in_columns(), *uses_in_template()]
+    found = [*uses_in_code(), *uses_in_columns(), *uses_in_tables(), *uses_in_marks(), *uses_in_template()]
     assert len(found) > 200
     return found
 
@@ -165,7 +194,7 @@ def test_forms_of_placeholders_are_known():
     for key, texts in CATALOGUE.items():
         for text in texts.values():
             for name, form in fields(text):
-                known = form in FORMATS or re.fullmatch(r"|count( [^|]+\|[^|]+)?|\.\d[fg]|g", form)
+                known = form in {*FORMATS, "spaced"} or re.fullmatch(r"|count( [^|]+\|[^|]+)?|\.\d[fg]|g", form)
                 assert known, f"{key}: {name}:{form}"
 
 
@@ -187,6 +216,14 @@ def test_every_key_that_is_used_exists_and_gets_its_values(uses):
         assert use.keys, f"{use.where}: no key {use.pattern.pattern}"
         for key in use.keys:
             assert use.values == placeholders(key), f"{use.where}: {key}"
+
+
+def test_captions_and_notes_of_tables_get_their_values():
+    called = {name: values for name, values in tables_in_code() if name in TABLES}
+    assert len(called) > 20
+    for name, found in TABLES.items():
+        keys = [found[key] for key in ("caption", "note") if key in found]
+        assert called.get(name, set()) == set().union(*map(placeholders, keys)), name
 
 
 def test_every_key_is_used(uses):

@@ -39,14 +39,9 @@ def check_published(
 def _tables(check: "PublishedCheck", words: "Words") -> list[Table]:
     from aqnpipe.report import published
 
-    makers = (
-        published.published_losses,
-        published.published_series,
-        published.published_claims,
-        published.published_sentences,
-        published.published_detectable,
-    )
-    found = [published.published_accuracies(check, {}, words), *(make(check, words) for make in makers)]
+    claims, sentences, accuracies, series, losses = published.published_tables(check, words, {})
+    detectable = published.published_detectable(check, words)
+    found = (accuracies, losses, series, claims, sentences, detectable)
     return [_as_rich(table) for table in found if table.rows]
 
 

@@ -18,8 +18,8 @@ from aqnpipe.artifacts.comparisons import (
     EvaluatedCheckpoint,
     RobustnessReport,
 )
-from aqnpipe.comparison.contrasts import RefusedError, refuse_bad_evaluation
-from aqnpipe.comparison.evaluations import OF_THE_TOKENIZER, LoadedEvaluation, setting_difference
+from aqnpipe.comparison.contrasts import refuse_bad_evaluation
+from aqnpipe.comparison.evaluations import OF_THE_TOKENIZER, LoadedEvaluation, RefusedError, setting_difference
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
@@ -83,14 +83,11 @@ def compare_checkpoints(evaluations: Sequence[LoadedEvaluation], alpha: float) -
 def _with_numbers(
     comparison: CheckpointComparison, estimate: Estimate, adjusted: Adjusted, alpha: float
 ) -> CheckpointComparison:
-    low, high = estimate.interval(1 - adjusted.level)
     bound = 2.0 if comparison.kind == "degradation" else 1.0
     return comparison.model_copy(
         update={
-            "difference": estimate.difference,
+            **estimate.columns(1 - adjusted.level, bound),
             "interval_level": 1 - adjusted.level,
-            "ci_low": max(low, -bound),
-            "ci_high": min(high, bound),
             "p_value": estimate.two_sided_p(),
             "p_holm": adjusted.p_value,
             "method": estimate.method,
@@ -150,7 +147,7 @@ def _notes(evaluations: Sequence[LoadedEvaluation], alpha: float) -> Iterator[st
             said = (f"up to {share:.0%} of the responses {text}" for text, share in shares.items() if share >= 0.005)
             yield f"{evaluation.source.model}: {'; '.join(said)}."
         for problem in evaluation.problems:
-            yield f"not used: {problem.text}"
+            yield f"not used: {problem.reason}"
 
 
 def _of_noise(evaluations: Sequence[LoadedEvaluation]) -> Iterator[Compared]:

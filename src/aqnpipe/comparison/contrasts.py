@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from aqnpipe.artifacts.comparisons import RefusalKind, SeedComparison
-from aqnpipe.comparison.evaluations import LoadedEvaluation, setting_difference
+from aqnpipe.artifacts.comparisons import SeedComparison
+from aqnpipe.comparison.evaluations import LoadedEvaluation, Refusal, RefusedError, setting_difference
 from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
@@ -54,14 +54,6 @@ class _SideScores:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Why a comparison cannot be made."""
-
-    kind: RefusalKind
-    reason: str
-
-
-@dataclass(frozen=True)
 class Scores:
     """Scores[seed, question] of both sides, averaged over samples and noise seeds.
 
@@ -96,7 +88,6 @@ class Scores:
         for number, seed in enumerate(self.seeds):
             one, other = self.treatment[number][None], self.control[number % len(self.control)][None]
             estimate = estimate_difference(one, other, None, self.clusters)
-            low, high = estimate.interval(level)
             rounded = np.round(one - other, _DIGITS)
             better, worse = np.count_nonzero(rounded > 0), np.count_nonzero(rounded < 0)
             yield SeedComparison(
@@ -104,9 +95,7 @@ class Scores:
                 treatment_better=better,
                 control_better=worse,
                 equal=one.size - better - worse,
-                difference=estimate.difference,
-                ci_low=max(low, -self.bound),
-                ci_high=min(high, self.bound),
+                **estimate.columns(level, self.bound),
                 p_value=estimate.two_sided_p(),
             )
 
@@ -131,14 +120,6 @@ class Contrast:
     scores: Scores | None
     refusal: Refusal | None
     of_weights: bool = False
-
-
-class RefusedError(Exception):
-    """A comparison cannot be made; it gets the verdict `invalid`."""
-
-    def __init__(self, kind: RefusalKind, reason: str) -> None:
-        super().__init__(reason)
-        self.refusal = Refusal(kind, reason)
 
 
 class Contrasts:
@@ -397,7 +378,7 @@ def _refuse_bad_pair(
 def refuse_bad_evaluation(evaluation: LoadedEvaluation, levels: Sequence[float]) -> None:
     """Raise RefusedError if an evaluation cannot be used at `levels`."""
     for problem in evaluation.problems:
-        raise RefusedError(problem.kind, problem.text)
+        raise RefusedError(problem.kind, problem.reason)
     for level in levels:
         if level not in evaluation.levels:
             raise RefusedError("level", f"{evaluation.source.name}: noise level {level:g} was not evaluated")

@@ -14,7 +14,7 @@ import pandera.polars as pa
 import polars as pl
 from statsmodels.stats.proportion import proportion_confint
 
-from aqnpipe.artifacts.comparisons import RefusalKind
+from aqnpipe.artifacts.comparisons import AccuracyTable, RefusalKind
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import numbered_together, read_json, read_table, read_unchecked_table, validate_tables
@@ -76,11 +76,19 @@ class LevelScores:
 
 
 @dataclass(frozen=True)
-class UnusableReason:
-    """A reason why no comparison may use an evaluation."""
+class Refusal:
+    """Why a comparison cannot be made, or why none may use an evaluation."""
 
     kind: RefusalKind
-    text: str
+    reason: str
+
+
+class RefusedError(Exception):
+    """A comparison cannot be made; it gets the verdict `invalid`."""
+
+    def __init__(self, kind: RefusalKind, reason: str) -> None:
+        super().__init__(reason)
+        self.refusal = Refusal(kind, reason)
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ class LoadedEvaluation:
 
     source: EvaluationInput
     levels: Mapping[float, LevelScores]
-    problems: tuple[UnusableReason, ...]
+    problems: tuple[Refusal, ...]
     weights: str | None
     setting: Mapping[str, str]
     accuracy: pl.DataFrame
@@ -160,7 +168,7 @@ def _loaded(
     return LoadedEvaluation(
         source=source,
         levels=levels,
-        problems=tuple(UnusableReason(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
+        problems=tuple(Refusal(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
         weights=record.inputs_sha256.get("weights"),
         setting=_setting(record)
         | _facts_setting(receipts.facts)
@@ -194,21 +202,9 @@ def _accuracies(
         [source.identity | {_FILE: number} for number, source in enumerate(sources)],
         schema_overrides={"seed": pl.Int64, "step": pl.Int64, _FILE: pl.UInt32},
     )
-    found = of_files.join(table, on=_FILE, maintain_order="right").select(
-        _FILE,
-        *sources[0].identity,
-        "noise_level",
-        "num_questions",
-        "num_noise_seeds",
-        "num_samples",
-        "accuracy",
-        *(f"accuracy_{name}" for name in SCORERS),
-        pl.Series("ci_low", np.clip(low, 0, 1)),
-        pl.Series("ci_high", np.clip(high, 0, 1)),
-        "truncated_fraction",
-        "parse_failure_fraction",
-        *(f"parse_failure_{name}" for name in SCORERS),
-    )
+    columns = [name for name in AccuracyTable.to_schema().columns if name != "noise"]
+    bounds = (pl.Series("ci_low", np.clip(low, 0, 1)), pl.Series("ci_high", np.clip(high, 0, 1)))
+    found = of_files.join(table.with_columns(bounds), on=_FILE, maintain_order="right").select(_FILE, *columns)
     parts = found.partition_by(_FILE, as_dict=True, include_key=False, maintain_order=True)
     return [parts.get((number,), found.clear().drop(_FILE)) for number in range(len(sources))]
 

@@ -1,16 +1,13 @@
 """Judge a claim: p-value, interval and verdict of an estimate, by the test that the comparison declares."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from aqnpipe.artifacts.comparisons import ClaimVerdict
-from aqnpipe.comparison.contrasts import Contrast, Contrasts
+from aqnpipe.comparison.contrasts import Contrast, Scores
 from aqnpipe.comparison.identity import error_families
-from aqnpipe.config.analysis import PRETRAINED, ArmComparison, Comparison, StatisticsConfig, TestedClaim
-from aqnpipe.config.arm import Arm
-from aqnpipe.config.study import Study
+from aqnpipe.config.analysis import Comparison, StatisticsConfig, TestedClaim
 from aqnpipe.statistics.crossed_effects import Estimate
 from aqnpipe.statistics.multiple_testing import adjusted_within_families
 from aqnpipe.statistics.sample_sizes import VarianceParts, expected_spread, questions_needed, seeds_needed
@@ -27,6 +24,13 @@ class Evidence:
     estimate: Estimate
     p_value: float
     p_other: float | None
+
+    @property
+    def scores(self) -> Scores:
+        """The scores of the comparison; ValueError if it was refused."""
+        if self.contrast.scores is None:
+            raise ValueError(f"{self.contrast.comparison_id} was refused, so it has no scores")
+        return self.contrast.scores
 
 
 @dataclass(frozen=True)
@@ -138,11 +142,9 @@ def _is_other_one_sided(claim: TestedClaim) -> bool:
     return claim.test == "non_inferiority"
 
 
-def possible_interval(claim: Comparison, estimate: Estimate, level: float) -> tuple[float, float]:
-    """Return the interval of an estimate at confidence `level`, within the values that a difference can have."""
-    low, high = estimate.interval(level)
-    bound = 2.0 if claim.kind == "degradation" else 1.0
-    return max(low, -bound), min(high, bound)
+def largest_difference(claim: Comparison) -> float:
+    """Return the largest value that the difference of a comparison can have."""
+    return 2.0 if claim.kind == "degradation" else 1.0
 
 
 def needs_several_seeds(contrast: Contrast) -> bool:
@@ -168,7 +170,7 @@ def judge(
     strictest = settings.alpha / family_size
     verdict, tail = verdict_of(contrast, estimate, *tests, settings.alpha)
     can_be_decided = is_decidable(contrast, estimate)
-    interval = possible_interval(claim, estimate, 1 - 2 * tail) if can_be_decided else (None, None)
+    interval = estimate.columns(1 - 2 * tail, largest_difference(claim)) if can_be_decided else {}
     distance, is_one_sided = _distance(claim, estimate.difference)
     deciding = (strictest if is_one_sided else strictest / 2, settings.power)
     sizes = (strictest if _is_one_sided(claim) else strictest / 2, settings.power)
@@ -179,8 +181,8 @@ def judge(
         claimed=tests[0],
         other=tests[1],
         interval_level=1 - 2 * tail,
-        ci_low=interval[0],
-        ci_high=interval[1],
+        ci_low=interval.get("ci_low"),
+        ci_high=interval.get("ci_high"),
         verdict=verdict,
         minimum_detectable=_minimum_detectable(parts, estimate, *sizes) if can_be_decided else None,
         seeds_needed=seeds_needed(parts, estimate.num_units, distance, *deciding) if more_seeds else None,
@@ -233,43 +235,3 @@ def _distance(claim: TestedClaim, difference: float) -> tuple[float, bool]:
         return abs(difference), False
     inside = difference + claim.margin if claim.test == "non_inferiority" else claim.margin - abs(difference)
     return abs(inside), inside > 0 or _is_other_one_sided(claim)
-
-
-def difference_rows(study: Study, contrasts: Contrasts) -> list[dict[str, Any]]:
-    """Return a row per arm and level, after the last step, as in `artifacts.comparisons.DifferenceTable`."""
-    return [row for role in study.model_roles() for row in _rows_of_model(study, role, contrasts)]
-
-
-def _reference_arm(study: Study, role: str) -> str:
-    """Return the first arm of a model without noise, AQN or simulated machine; else the pretrained model."""
-    plain = (name for name, arm in study.arms.items() if arm.model == role and arm.aa_control_of is None)
-    return next((name for name in plain if _is_plain(study.arms[name])), PRETRAINED)
-
-
-def _is_plain(arm: Arm) -> bool:
-    return not (arm.operator_noise or arm.module_noise or arm.aqn or arm.machine)
-
-
-def _rows_of_model(study: Study, role: str, contrasts: Contrasts) -> Iterator[dict[str, Any]]:
-    reference, alpha = _reference_arm(study, role), study.config.statistics.alpha
-    for name in (name for name, arm in study.arms.items() if arm.model == role and name != reference):
-        for level in sorted(study.config.evaluation.all_levels()):
-            comparison = ArmComparison(
-                kind="arms", treatment=name, control=reference, noise_level=level, expected="higher", claim=name
-            )
-            identity = {"model": role, "arm": name, "reference": reference, "noise_level": level}
-            yield identity | _estimated(contrasts.of(comparison, name), alpha)
-
-
-def _estimated(contrast: Contrast, alpha: float) -> dict[str, Any]:
-    if contrast.scores is None:
-        return {"num_seeds": 0, "num_questions": 0, "problem": contrast.refusal.reason if contrast.refusal else None}
-    estimate = contrast.scores.estimate()
-    low, high = possible_interval(contrast.comparison, estimate, 1 - alpha)
-    return {
-        "num_seeds": estimate.num_seeds,
-        "num_questions": estimate.num_questions,
-        "difference": estimate.difference,
-        "ci_low": low,
-        "ci_high": high,
-    }

@@ -23,7 +23,7 @@ from aqnpipe.comparison.judgement import (
     adjusted_tests,
     evidence_of,
     is_decidable,
-    possible_interval,
+    largest_difference,
     verdict_of,
 )
 from aqnpipe.comparison.look_states import look_file, planned_looks, seeds_after
@@ -136,7 +136,7 @@ def _after_look(
 ) -> ClaimAtLook:
     verdict, tail = verdict_of(evidence.contrast, evidence.estimate, *tests, design.alpha)
     at_look = nominal_tails(looks, tail, number)[-1]
-    low, high = possible_interval(evidence.contrast.comparison, evidence.estimate, 1 - 2 * at_look)
+    interval = evidence.estimate.columns(1 - 2 * at_look, largest_difference(evidence.contrast.comparison))
     state: ClaimState = "open" if verdict == "not_shown" else verdict
     chance = _chance(evidence, tests, looks, number) if state == "open" and number < looks.num_planned else None
     return claim.model_copy(
@@ -146,8 +146,7 @@ def _after_look(
             "p_holm": tests[0].p_holm,
             "p_other_holm": None if tests[1] is None else tests[1].p_holm,
             "interval_level": 1 - 2 * tail,
-            "ci_low": low,
-            "ci_high": high,
+            **interval,
         }
     )
 

@@ -14,8 +14,8 @@ import numpy as np
 from aqnpipe.artifacts.comparisons import MachineDifferenceTable
 from aqnpipe.artifacts.files import read_json, table_of, write_table_and_csv
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.comparison.contrasts import Checkpoint, RefusedError, checkpoint_name, refuse_bad_evaluation
-from aqnpipe.comparison.evaluations import LoadedEvaluation, load_evaluations
+from aqnpipe.comparison.contrasts import Checkpoint, checkpoint_name, refuse_bad_evaluation
+from aqnpipe.comparison.evaluations import LoadedEvaluation, RefusedError, load_evaluations
 from aqnpipe.comparison.stage import existing_evaluations
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.statistics.crossed_effects import estimate_difference
@@ -105,15 +105,12 @@ def _compared(plan: StudyPlan, pairs: Sequence[_Pair], level: float) -> dict[str
     ours, theirs = first.mean(axis=1), second.mean(axis=1)
     statistics = plan.study.config.statistics
     estimate = estimate_difference(theirs, ours, None, pairs[0][0].levels[level].clusters)
-    low, high = estimate.interval(1 - statistics.alpha)
     return {
         "num_seeds": estimate.num_seeds,
         "num_questions": estimate.num_questions,
         "accuracy_here": float(ours.mean()),
         "accuracy_there": float(theirs.mean()),
-        "difference": estimate.difference,
-        "ci_low": max(low, -1.0),
-        "ci_high": min(high, 1.0),
+        **estimate.columns(1 - statistics.alpha),
         "flipped": float((first != second).mean()),
         "method": estimate.method,
         "device_here": _all_of(pair[0].setting["device"] for pair in pairs),

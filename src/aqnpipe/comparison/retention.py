@@ -18,8 +18,8 @@ from aqnpipe.artifacts.runs import (
     read_removed,
     why_weights_are_gone,
 )
-from aqnpipe.comparison.contrasts import RefusedError, refuse_bad_evaluation
-from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluation
+from aqnpipe.comparison.contrasts import refuse_bad_evaluation
+from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, RefusedError, load_evaluation
 from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import Keep

@@ -34,7 +34,6 @@ from aqnpipe.artifacts.files import (
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.comparison.aa_controls import aa_control_rates
 from aqnpipe.comparison.claims import (
     answer_of,
     contrasts_at_looks,
@@ -47,24 +46,24 @@ from aqnpipe.comparison.contrasts import (
     Checkpoint,
     Contrast,
     Contrasts,
-    Refusal,
-    RefusedError,
-    Scores,
     checkpoint_name,
-    refuse_bad_evaluation,
 )
-from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, load_evaluations
+from aqnpipe.comparison.descriptive import aa_control_rates, difference_rows, robustness_rows, segment_effects
+from aqnpipe.comparison.evaluations import EvaluationInput, Refusal, load_evaluations
 from aqnpipe.comparison.identity import comparison_ids, error_families
-from aqnpipe.comparison.judgement import Judgement, Tested, adjusted_tests, difference_rows, evidence_of, judge
+from aqnpipe.comparison.judgement import (
+    Evidence,
+    Judgement,
+    Tested,
+    adjusted_tests,
+    evidence_of,
+    judge,
+)
 from aqnpipe.comparison.lineage import lineage_problems
-from aqnpipe.comparison.segments import segment_effects
-from aqnpipe.config.analysis import PRETRAINED, StatisticsConfig
+from aqnpipe.config.analysis import StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
-from aqnpipe.statistics.clusters import Clusters
-from aqnpipe.statistics.crossed_effects import Estimate
 from aqnpipe.statistics.multiple_testing import interval_level
-from aqnpipe.statistics.robustness import mean_slopes, robustness_row
 from aqnpipe.statistics.sample_sizes import variance_parts
 
 FloatArray = npt.NDArray[np.float64]
@@ -92,15 +91,6 @@ class ComparisonOutputs:
             differences=results / "differences.parquet",
             claims=results / "claims.json",
         )
-
-
-@dataclass(frozen=True)
-class _Tested:
-    """A contrast with data and its estimate."""
-
-    contrast: Contrast
-    scores: Scores
-    estimate: Estimate
 
 
 def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
@@ -164,7 +154,7 @@ def compare(
     compared = table_of(rows, ComparisonTable)
     write_table(outputs.comparisons, compared, ComparisonTable)
     write_csv(outputs.comparisons.with_suffix(".csv"), _with_reasons(compared, claims))
-    slopes = table_of(_robustness_rows(study, contrasts), RobustnessTable)
+    slopes = table_of(robustness_rows(study, contrasts), RobustnessTable)
     write_table_and_csv(outputs.robustness, slopes, RobustnessTable)
     differences = table_of(difference_rows(study, contrasts), DifferenceTable)
     write_table_and_csv(outputs.differences, differences, DifferenceTable)
@@ -216,13 +206,12 @@ def judge_all(
 
     decided: the claims of a study that adds seeds at their last looks, by id, which decide the verdicts.
     """
-    tested = {
-        contrast.comparison_id: _Tested(contrast, contrast.scores, contrast.scores.estimate())
+    evidence = {
+        contrast.comparison_id: evidence_of(contrast, contrast.scores.estimate())
         for contrast in contrasts
         if contrast.scores is not None
     }
-    evidence = {name: evidence_of(test.contrast, test.estimate) for name, test in tested.items()}
-    named = {name: test.contrast.comparison for name, test in tested.items()}
+    named = {name: found.contrast.comparison for name, found in evidence.items()}
     tests, others = adjusted_tests(
         named,
         {name: found.p_value for name, found in evidence.items()},
@@ -231,36 +220,46 @@ def judge_all(
     )
     family_of = error_families(named)
     sizes = Counter(family_of.values())
-    declared = bool(study.config.comparisons)
     rows, claims = [], []
     for contrast in contrasts:
-        key = contrast.comparison_id
+        key, comparison = contrast.comparison_id, contrast.comparison
         if contrast.refusal is None:
-            found = tests[key], others.get(key)
-            row, claim = _judged(tested[key], found, sizes[family_of[key]], settings, declared, decided.get(key))
+            own = tests[key], others.get(key)
+            row, found = _judged(evidence[key], own, sizes[family_of[key]], settings, decided.get(key))
         else:
-            row, claim = _refused(contrast, contrast.refusal, settings, declared)
-        rows.append(row)
+            row, found = _refused(
+                contrast.refusal, interval_level(settings.alpha, one_sided=comparison.margin is not None)
+            )
+        claim = Claim(
+            comparison_id=key,
+            claim=comparison.claim,
+            claim_zh=comparison.claim_zh,
+            declared=bool(study.config.comparisons),
+            role=comparison.role,
+            verdict=row["verdict"],
+            **found,
+        )
+        rows.append(_identity(contrast) | row)
         claims.append(claim)
     return rows, claims, {family: size for (role, family), size in sizes.items() if role == "secondary"}
 
 
 def _judged(
-    tested: _Tested,
+    evidence: Evidence,
     tests: tuple[Tested, Tested | None],
     family_size: int,
     settings: StatisticsConfig,
-    declared: bool,
     decided: ClaimAtLook | None,
-) -> tuple[dict[str, Any], Claim]:
-    contrast, scores, estimate = tested.contrast, tested.scores, tested.estimate
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the columns of a comparison that was tested, and the fields of its claim: statements and seeds."""
+    contrast, estimate, scores = evidence.contrast, evidence.estimate, evidence.scores
     evenness = 1.0 if scores.clusters is None else scores.clusters.evenness
     parts = variance_parts(scores.differences, scores.seed_variance, evenness)
     judgement = judge(contrast, estimate, parts, tests, family_size, settings)
     if decided is not None:
         judgement = judgement_at_look(judgement, decided)
     is_degradation = contrast.comparison.kind == "degradation"
-    row = _identity(contrast) | {
+    row = {
         "num_seeds": estimate.num_seeds,
         "num_questions": estimate.num_questions,
         "treatment_accuracy": scores.treatment_accuracy,
@@ -273,20 +272,9 @@ def _judged(
         "method": " ".join(estimate.analysis),
         **_judgement_columns(judgement, has_margin=contrast.comparison.margin is not None),
     }
-    claim = Claim(
-        comparison_id=contrast.comparison_id,
-        claim=contrast.comparison.claim,
-        claim_zh=contrast.comparison.claim_zh,
-        declared=declared,
-        role=contrast.comparison.role,
-        verdict=judgement.verdict,
-        statements=(
-            *statements_of(contrast, scores, estimate, judgement, settings),
-            *([] if decided is None else [look_statement(decided, contrast.comparison)]),
-        ),
-        seeds=tuple(scores.by_seed(1 - settings.alpha)),
-    )
-    return row, claim
+    statements = statements_of(contrast, scores, estimate, judgement, settings)
+    at_look = () if decided is None else (look_statement(decided, contrast.comparison),)
+    return row, {"statements": (*statements, *at_look), "seeds": tuple(scores.by_seed(1 - settings.alpha))}
 
 
 def _judgement_columns(judgement: Judgement, *, has_margin: bool) -> dict[str, Any]:
@@ -294,41 +282,23 @@ def _judgement_columns(judgement: Judgement, *, has_margin: bool) -> dict[str, A
     other = None if judgement.p_value is None else judgement.other
     return {
         **({} if other is None else {name: other.p_value, f"{name}_holm": other.p_holm}),
-        "interval_level": judgement.interval_level,
-        "ci_low": judgement.ci_low,
-        "ci_high": judgement.ci_high,
-        "p_value": judgement.p_value,
-        "p_looks": judgement.p_looks,
+        **{column: getattr(judgement, column) for column in _OF_JUDGEMENTS},
         "p_holm": None if judgement.p_value is None else judgement.claimed.p_holm,
         "minimum_detectable_difference": judgement.minimum_detectable,
-        "seeds_needed": judgement.seeds_needed,
-        "questions_needed": judgement.questions_needed,
-        "verdict": judgement.verdict,
     }
 
 
-def _refused(
-    contrast: Contrast, refusal: Refusal, settings: StatisticsConfig, declared: bool
-) -> tuple[dict[str, Any], Claim]:
-    row = _identity(contrast) | {
-        "num_seeds": 0,
-        "num_questions": 0,
-        "interval_level": interval_level(settings.alpha, one_sided=contrast.comparison.margin is not None),
-        "method": "not_compared",
-        "verdict": "invalid",
-    }
-    claim = Claim(
-        comparison_id=contrast.comparison_id,
-        claim=contrast.comparison.claim,
-        claim_zh=contrast.comparison.claim_zh,
-        declared=declared,
-        role=contrast.comparison.role,
-        verdict="invalid",
-        seeds=(),
-        invalid_kind=refusal.kind,
-        invalid_reason=refusal.reason,
-    )
-    return row, claim
+_OF_JUDGEMENTS = (
+    *("verdict", "p_value", "p_looks", "interval_level", "ci_low", "ci_high"),
+    *("seeds_needed", "questions_needed"),
+)
+"""Columns that are fields of a judgement."""
+
+
+def _refused(refusal: Refusal, level: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the columns of a comparison that was not made, and the fields of its claim."""
+    row = {"num_seeds": 0, "num_questions": 0, "interval_level": level, "method": "not_compared", "verdict": "invalid"}
+    return row, {"seeds": (), "invalid_kind": refusal.kind, "invalid_reason": refusal.reason}
 
 
 def _identity(contrast: Contrast) -> dict[str, Any]:
@@ -345,57 +315,3 @@ def _identity(contrast: Contrast) -> dict[str, Any]:
         "treatment_level": contrast.treatment.noise_level,
         "control_level": contrast.control.noise_level,
     }
-
-
-def _robustness_rows(study: Study, contrasts: Contrasts) -> list[dict[str, Any]]:
-    levels = sorted(study.config.evaluation.noise_levels)
-    if len(levels) < 2:
-        return []
-    return [
-        row
-        for role in study.model_roles()
-        for row in _robustness_of_model(
-            role,
-            study.evaluated_arms(role),
-            levels,
-            contrasts,
-            study.config.statistics.alpha,
-        )
-    ]
-
-
-def _robustness_of_model(
-    model: str, arms: Sequence[str], levels: Sequence[float], contrasts: Contrasts, alpha: float
-) -> list[dict[str, Any]]:
-    empty = {"model": model, "num_seeds": 0, "num_questions": 0, "num_levels": 0}
-    found: dict[str, list[FloatArray]] = {}
-    clusters: dict[str, Clusters | None] = {}
-    problems: dict[str, str] = {}
-    for arm in arms:
-        try:
-            runs = contrasts.runs_of(model, arm)
-            found[arm], clusters[arm] = _outcomes(runs, levels), runs[0].levels[levels[0]].clusters
-        except RefusedError as error:
-            problems[arm] = error.refusal.reason
-    slopes = {arm: mean_slopes(levels, outcomes) for arm, outcomes in found.items() if arm != PRETRAINED}
-    most = max(map(len, slopes.values()), default=0)
-    # An arm may have fewer seeds than others, always the first ones.
-    padded = {arm: np.append(values, np.full(most - len(values), np.nan)) for arm, values in slopes.items()}
-    variances = contrasts.variances(model, padded)
-    return [
-        empty | {"arm": arm, "problem": problems[arm]}
-        if arm in problems
-        else empty | {"arm": arm} | robustness_row(levels, found[arm], variances.of(arm), alpha, clusters[arm])
-        for arm in arms
-    ]
-
-
-def _outcomes(runs: Sequence[LoadedEvaluation], levels: Sequence[float]) -> list[FloatArray]:
-    """Correctness [seed, noise seed, question] at every level; RefusedError if the runs cannot be compared."""
-    for run in runs:
-        refuse_bad_evaluation(run, levels)
-    if len({run.levels[level].question_ids for run in runs for level in levels}) > 1:
-        raise RefusedError("questions", "seeds answered different questions")
-    if len({run.levels[level].noise_seeds for level in levels for run in runs if level > 0}) > 1:
-        raise RefusedError("noise_seeds", "seeds were evaluated with different noise seeds")
-    return [np.stack([run.levels[level].correct for run in runs]) for level in levels]

@@ -158,24 +158,21 @@ def compare_runs(
     present = [(name, one, other) for name, one, other in found if one is not None and other is not None]
     if not present:
         raise DataError(f"{names[0]} and {names[1]}: no metric in common, expected one of {', '.join(METRICS)}")
-    rows, steps = [], [_steps(groups, (one, other)) for _, one, other in present]
-    for (name, *columns), shared in zip(present, steps, strict=True):
+    rows, steps = [], set[int]()
+    for name, *columns in present:
+        shared, curves = _curves(groups, (columns[0], columns[1]))
         if not shared:
             raise DataError(f"{names[0]} and {names[1]}: no step in common with a value of {name}")
-        curves = [
-            np.stack([_values(run, column, shared) for run in group])
-            for group, column in zip(groups, columns, strict=True)
-        ]
+        steps.update(shared)
         rows.append(_row(name, (columns[0], columns[1]), curves, shared, alpha / len(present), is_paired=is_paired))
     every = [set().union(*(run["step"].to_list() for run in group)) for group in groups]
-    shared = sorted(set().union(*steps))
     return RunComparison(
         first=names[0],
         second=names[1],
         runs=(len(first), len(second)),
         paired=is_paired,
-        steps=(shared[0], shared[-1]),
-        num_steps=len(shared),
+        steps=(min(steps), max(steps)),
+        num_steps=len(steps),
         only_one_side=len(every[0] ^ every[1]),
         alpha=alpha,
         metrics=tuple(_adjusted(row, len(rows)) for row in rows),
@@ -199,20 +196,25 @@ def _columns(
     return sides[0], sides[1]
 
 
-def _steps(groups: Sequence[Sequence[pl.DataFrame]], columns: tuple[str, str]) -> list[int]:
-    """Return the steps at which every run of both sides has a value."""
-    sets = [
-        set(run.filter(pl.col(column).is_not_null())["step"].to_list())
+def _curves(
+    groups: Sequence[Sequence[pl.DataFrame]], columns: tuple[str, str]
+) -> tuple[list[int], list[np.ndarray[Any, np.dtype[np.float64]]]]:
+    """Return the steps at which every run of both sides has a value, and the values [run, step] of each side.
+
+    The last value of a step counts: a run that was resumed may have logged a step twice.
+    """
+    runs = [
+        run.select("step", pl.col(column).cast(pl.Float64).alias("value")).drop_nulls().group_by("step").last()
         for group, column in zip(groups, columns, strict=True)
         for run in group
     ]
-    return sorted(set.intersection(*sets))
-
-
-def _values(run: pl.DataFrame, column: str, steps: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the last value of every step: a run that was resumed may have logged a step twice."""
-    values = run.filter(pl.col(column).is_not_null()).group_by("step").agg(pl.col(column).last()).sort("step")
-    return values.filter(pl.col("step").is_in(steps))[column].to_numpy().astype(np.float64)
+    shared = runs[0].select("step")
+    for run in runs[1:]:
+        shared = shared.join(run, on="step", how="semi")
+    steps = shared.sort("step")
+    values = [steps.join(run, on="step", how="left", maintain_order="left")["value"].to_numpy() for run in runs]
+    first = len(groups[0])
+    return steps["step"].to_list(), [np.stack(values[:first]), np.stack(values[first:])]
 
 
 def _row(

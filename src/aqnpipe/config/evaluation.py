@@ -25,6 +25,7 @@ from aqnpipe.config.noise import (
     Phase,
     RelativeGaussian,
     is_active,
+    is_fixed,
 )
 from aqnpipe.config.own_code import OwnFunction, planned_digest
 from aqnpipe.config.own_noise import OwnError
@@ -87,12 +88,18 @@ class EvaluationNoise(FrozenModel):
 
     def attention_problem(self, attention: str) -> str | None:
         """Return why the noise on operators cannot be had with an implementation of attention; None if it can."""
+        computed = noised_attention(attention)
+        if self.operator_noise is not None and is_fixed(self.operator_noise.error) and computed != "decomposed":
+            return (
+                f"operator_noise.error.redraw: found never, the model computes attention {attention} as one operator, "
+                "expected attention eager, whose products have operands of their own"
+            )
         given = None if self.operator_noise is None else self.operator_noise.attention
-        if given in (None, noised_attention(attention)):
+        if given in (None, computed):
             return None
         return (
             f"operator_noise.attention: found {given}, the model computes attention {attention}, whose noise is "
-            f"{noised_attention(attention)}: leave attention out"
+            f"{computed}: leave attention out"
         )
 
     def modules(self) -> ModuleNoise | None:
@@ -111,6 +118,7 @@ class EvaluationNoise(FrozenModel):
         return any(
             error.draws > 0 if isinstance(error, OwnError) else isinstance(error, random) and is_active(error)
             for error in self.errors
+            if not isinstance(error, RelativeGaussian) or error.machine is None
         )
 
 

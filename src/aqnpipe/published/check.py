@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from statsmodels.stats.proportion import proportion_confint, proportions_chisquare
 
-from aqnpipe.artifacts.base import Statement, statement
+from aqnpipe.artifacts.base import Artifact, Statement, statement
 from aqnpipe.artifacts.comparisons import ClaimVerdict
 from aqnpipe.artifacts.published import (
     CheckedAccuracy,
@@ -42,7 +43,6 @@ from aqnpipe.published.summary_tests import (
     largest_discordance,
     losses_result,
     questions_per_side,
-    ratio_result,
     run_to_run_p,
 )
 from aqnpipe.statistics.continuous import Summary
@@ -94,10 +94,7 @@ def check_published_figures(published: PublishedFile) -> PublishedCheck:
         for test in tested
     ]
     return PublishedCheck(
-        title=published.title,
-        source=published.source,
-        alpha=published.alpha,
-        power=published.power,
+        **{name: getattr(published, name) for name in ("title", "source", "alpha", "power")},
         family_size=len(adjusted),
         run_sd_points=published.run_scatter.points if published.run_scatter else None,
         run_sd_runs=published.run_scatter.num_runs if published.run_scatter else None,
@@ -116,13 +113,8 @@ def _accuracy(accuracy: PublishedAccuracy, alpha: float) -> CheckedAccuracy:
         proportion.fraction * accuracy.num_questions, accuracy.num_questions, alpha=alpha, method="wilson"
     )
     return CheckedAccuracy(
-        id=accuracy.id,
-        label=accuracy.label,
-        arm=accuracy.arm,
-        noise_level=accuracy.noise_level,
-        step=accuracy.step,
+        **_shared(CheckedAccuracy, accuracy),
         printed=accuracy.percent,
-        num_questions=accuracy.num_questions,
         possible=bool(counts),
         correct=counts,
         nearest=nearest_percentages(accuracy.percent, accuracy.num_questions) if not counts else (),
@@ -141,17 +133,8 @@ def _proportion(accuracy: PublishedAccuracy) -> Proportion:
 
 def _loss(loss: PublishedLoss) -> CheckedLoss:
     uniform = float(np.log(loss.vocabulary_size)) if loss.vocabulary_size else None
-    return CheckedLoss(
-        id=loss.id,
-        label=loss.label,
-        arm=loss.arm,
-        mean=loss.mean,
-        std=loss.std,
-        ddof=loss.ddof,
-        num_runs=loss.num_runs,
-        uniform=uniform,
-        above_uniform=uniform is not None and loss.mean > uniform,
-    )
+    above = uniform is not None and loss.mean > uniform
+    return CheckedLoss(**_shared(CheckedLoss, loss), uniform=uniform, above_uniform=above)
 
 
 def _tested(
@@ -208,7 +191,11 @@ def _tested_accuracies(
         claim,
         result,
         invalid=tuple(statements.impossible(figure) for figure in figures if not figure.possible),
-        notes=tuple(statements.ambiguous_count(figure) for figure in figures if len(figure.correct) > 1),
+        notes=tuple(
+            statement("note.ambiguous_count", name=figure.id, first=figure.correct[0], last=figure.correct[-1])
+            for figure in figures
+            if len(figure.correct) > 1
+        ),
         p_run_to_run=p_run_to_run,
     )
 
@@ -223,9 +210,7 @@ def _accuracy_result(
 ) -> Result:
     if isinstance(claim, AccuracyClaim):
         return accuracies_result(claim, proportions[claim.treatment], proportions[claim.control], alpha)
-    if isinstance(claim, DifferencesClaim):
-        return differences_result(claim, proportions, alpha)
-    return ratio_result(claim, proportions, alpha)
+    return differences_result(claim, proportions, alpha)
 
 
 def _is_counted(test: _Tested) -> bool:
@@ -263,38 +248,24 @@ def _claim(tested: _Tested, published: PublishedFile) -> CheckedClaim:
     confidence = confidence_of(claim, published.alpha)
     paired = isinstance(claim, AccuracyClaim) and claim.paired and claim.test == "superiority"
     return CheckedClaim(
-        id=claim.id,
-        claim=claim.claim,
-        claim_zh=claim.claim_zh,
-        kind=claim.kind,
-        test=claim.test,
-        treatment=result.treatment,
-        control=result.control,
-        unit=result.unit,
-        margin=claim.margin,
-        difference=result.difference,
-        ci_low=result.ci_low,
-        ci_high=result.ci_high,
+        **_shared(CheckedClaim, tested, claim, result),
         interval_level=confidence,
-        p_value=result.p_value,
-        p_holm=p_holm,
-        p_run_to_run=tested.p_run_to_run,
-        p_run_to_run_holm=tested.p_run_to_run_holm,
         largest_discordance=largest_discordance(result, published.alpha) if paired else None,
-        p_paired_low=result.p_paired_low,
-        p_paired_high=result.p_paired_high,
         questions_needed=questions_per_side(claim, result, published.alpha, published.power),
-        method=result.method,
         verdict=verdict,
         statements=(
             statements.numbers(result, confidence, p_holm),
             *_conclusion(tested, verdict, published),
         ),
-        notes=tested.notes,
         deviations=tuple(
             deviation for reported in claim.reported for deviation in statements.deviations(reported, result)
         ),
     )
+
+
+def _shared(model: type[Artifact], *sources: object) -> dict[str, Any]:
+    """Return the fields of an artifact that are those of its sources, of the last one that has them."""
+    return {name: vars(source)[name] for source in sources for name in model.model_fields if name in vars(source)}
 
 
 def _verdict(tested: _Tested, alpha: float) -> ClaimVerdict:
@@ -329,11 +300,14 @@ def _beyond_margin(claim: PublishedClaim, published: PublishedFile, family_size:
 
 def _conclusion(tested: _Tested, verdict: ClaimVerdict, published: PublishedFile) -> list[Statement]:
     if tested.invalid:
-        return [statements.invalid(tested.invalid)]
+        return [statement("evidence.invalid", reasons=tested.invalid)]
     found = [statement(f"conclusion.{verdict}")]
     scatter, p_holm = published.run_scatter, tested.p_holm
     if scatter is not None and tested.p_run_to_run is not None and tested.p_run_to_run_holm is not None:
-        found.append(statements.run_to_run(scatter, tested.p_run_to_run, tested.p_run_to_run_holm))
+        # The second p decides: it is adjusted over the family, of the larger one over questions and over runs.
+        p, p_decides = tested.p_run_to_run, tested.p_run_to_run_holm
+        runs = scatter.num_runs
+        found.append(statement("evidence.run_to_run", points=scatter.points, runs=runs, p=p, p_holm=p_decides))
     elif statements.assumes_equal_runs(tested.claim):
         found.append(statement("evidence.equal_runs"))
     needed = questions_per_side(tested.claim, tested.result, published.alpha, published.power)

@@ -1,10 +1,8 @@
 """Findings of the check of published figures, as statements for the report's catalogue of words."""
 
-from collections.abc import Sequence
-
 from aqnpipe.artifacts.base import Statement, statement
 from aqnpipe.artifacts.published import CheckedAccuracy
-from aqnpipe.config.published import AccuracyClaim, LossClaim, PublishedClaim, ReportedNumbers, RunScatter
+from aqnpipe.config.published import AccuracyClaim, LossClaim, PublishedClaim, ReportedNumbers
 from aqnpipe.published.summary_tests import Result
 from aqnpipe.statistics.continuous import Summary, implied_correlation
 from aqnpipe.statistics.grim import agrees
@@ -38,11 +36,6 @@ def _p_values(p_value: float | None, p_holm: float | None) -> list[Statement]:
     ]
 
 
-def invalid(reasons: Sequence[Statement]) -> Statement:
-    """Return the statement that a comparison is not valid, with the reasons."""
-    return statement("evidence.invalid", reasons=tuple(reasons))
-
-
 def impossible(accuracy: CheckedAccuracy) -> Statement:
     """Return the statement that no count of correct answers gives an accuracy, with the nearest possible ones."""
     below, above = accuracy.nearest
@@ -54,19 +47,6 @@ def impossible(accuracy: CheckedAccuracy) -> Statement:
         below=below,
         above=above,
     )
-
-
-def ambiguous_count(accuracy: CheckedAccuracy) -> Statement:
-    """Return the statement that several counts of correct answers print as the same percentage."""
-    return statement("note.ambiguous_count", name=accuracy.id, first=accuracy.correct[0], last=accuracy.correct[-1])
-
-
-def run_to_run(scatter: RunScatter, p_value: float, p_holm: float) -> Statement:
-    """Return the p-value of a difference against the scatter of identical runs, and the one that decides.
-
-    `p_holm`: adjusted over the family, of the larger of the p-values over questions and over runs.
-    """
-    return statement("evidence.run_to_run", points=scatter.points, runs=scatter.num_runs, p=p_value, p_holm=p_holm)
 
 
 def assumes_equal_runs(claim: PublishedClaim) -> bool:

@@ -5,9 +5,9 @@ sides answered the same questions this is conservative; `largest_discordance` sa
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from scipy import stats
 from statsmodels.stats.proportion import confint_proportions_2indep, test_proportions_2indep
@@ -66,6 +66,20 @@ def confidence_of(claim: TestedClaim, alpha: float) -> float:
     return interval_level(alpha, one_sided=claim.margin is not None)
 
 
+def claim_p(
+    claim: TestedClaim, two_sided: Callable[[], float], above: Callable[[float], float], below: Callable[[float], float]
+) -> float:
+    """Return the p-value of the test that a claim declares, from its tests against 0 and, one-sided, against a bound.
+
+    Equivalence is two one-sided tests (Schuirmann 1987), the larger p.
+    """
+    if claim.margin is None:
+        return two_sided()
+    if claim.test == "non_inferiority":
+        return above(-claim.margin)
+    return max(above(-claim.margin), below(claim.margin))
+
+
 def accuracies_result(claim: AccuracyClaim, treatment: Proportion, control: Proportion, alpha: float) -> Result:
     """Compare two accuracies as independent samples: Wald z, or Agresti and Caffo's method if a side is 0 or 100 %."""
     extreme = any(side.fraction in (0.0, 1.0) for side in (treatment, control))
@@ -79,13 +93,12 @@ def accuracies_result(claim: AccuracyClaim, treatment: Proportion, control: Prop
         test = test_proportions_2indep(*counts, value=value, compare="diff", method=method, alternative=alternative)
         return float(test.pvalue)
 
-    margin = claim.margin
-    if margin is None:
-        found = p_value(0.0, "two-sided")
-    else:
-        found = p_value(-margin, "larger")
-        if claim.test == "equivalence":
-            found = max(found, p_value(margin, "smaller"))
+    found = claim_p(
+        claim,
+        lambda: p_value(0.0, "two-sided"),
+        lambda bound: p_value(bound, "larger"),
+        lambda bound: p_value(bound, "smaller"),
+    )
     return Result(
         treatment=claim.treatment,
         control=claim.control,
@@ -100,44 +113,33 @@ def accuracies_result(claim: AccuracyClaim, treatment: Proportion, control: Prop
     )
 
 
-def differences_result(claim: DifferencesClaim, proportions: Mapping[str, Proportion], alpha: float) -> Result:
-    """Compare two differences of accuracies, each accuracy an independent sample."""
+def differences_result(
+    claim: DifferencesClaim | RatioClaim, proportions: Mapping[str, Proportion], alpha: float
+) -> Result:
+    """Compare two differences of accuracies, each accuracy an independent sample.
+
+    Of a ratio, the interval is Fieller's, which is unbounded if the divisor may be 0, and the p-value that of "the two
+    differences are equal", a ratio of 1.
+    """
     first, second = _difference(claim.first, proportions), _difference(claim.second, proportions)
-    variance, difference = _variance(claim.first, claim.second, proportions, 1.0), first - second
-    error = math.sqrt(variance)
-    half = float(stats.norm.ppf((1 + confidence_of(claim, alpha)) / 2)) * error
-    return Result(
+    difference, error = first - second, math.sqrt(_variance(claim.first, claim.second, proportions, 1.0))
+    quantile = float(stats.norm.ppf((1 + confidence_of(claim, alpha)) / 2))
+    found = Result(
         treatment=f"{claim.first.treatment} − {claim.first.control}",
         control=f"{claim.second.treatment} − {claim.second.control}",
         unit="points",
         scale=_POINTS,
         difference=_POINTS * difference,
-        ci_low=_POINTS * (difference - half),
-        ci_high=_POINTS * (difference + half),
-        p_value=_normal_p(claim, difference, error),
+        ci_low=_POINTS * (difference - quantile * error),
+        ci_high=_POINTS * (difference + quantile * error),
+        p_value=_p_of(claim, difference, error, stats.norm),
         method=statement("method.two_differences"),
     )
-
-
-def ratio_result(claim: RatioClaim, proportions: Mapping[str, Proportion], alpha: float) -> Result:
-    """Compare two differences by their ratio: Fieller's interval, which is unbounded if the divisor may be 0.
-
-    The p-value is that of "the two differences are equal", a ratio of 1.
-    """
-    first, second = _difference(claim.first, proportions), _difference(claim.second, proportions)
+    if isinstance(claim, DifferencesClaim):
+        return found
     low, high = _fieller(claim, proportions, float(stats.norm.ppf(1 - alpha / 2)))
-    error = math.sqrt(_variance(claim.first, claim.second, proportions, 1.0))
-    return Result(
-        treatment=f"{claim.first.treatment} − {claim.first.control}",
-        control=f"{claim.second.treatment} − {claim.second.control}",
-        unit="ratio",
-        scale=1.0,
-        difference=first / second if second else math.inf,
-        ci_low=low,
-        ci_high=high,
-        p_value=_normal_p(claim, first - second, error),
-        method=statement("method.fieller"),
-    )
+    ratio, method = first / second if second else math.inf, statement("method.fieller")
+    return replace(found, unit="ratio", scale=1.0, difference=ratio, ci_low=low, ci_high=high, method=method)
 
 
 def losses_result(
@@ -148,38 +150,31 @@ def losses_result(
     Without values only the range of the paired test's p-value is known.
     """
     difference = treatment.mean - control.mean
-    if treatment.std == control.std == 0:
-        return Result(
-            treatment=claim.treatment,
-            control=claim.control,
-            unit="nats",
-            scale=1.0,
-            difference=difference,
-            ci_low=None,
-            ci_high=None,
-            p_value=None,
-            method=statement("method.no_test"),
-        )
-    width = 1 - confidence_of(claim, alpha)
-    test = paired_t(*values, width) if values else welch_t(treatment, control, width)
-    margin, freedom = claim.margin, test.degrees_of_freedom
-    p_value = test.p_value
-    if margin is not None:
-        p_value = float(stats.t.sf((difference + margin) / test.standard_error, freedom))
-        if claim.test == "equivalence":
-            p_value = max(p_value, float(stats.t.sf((margin - difference) / test.standard_error, freedom)))
-    same_runs = treatment.num == control.num and margin is None
-    low, high = paired_p_range(treatment, control) if same_runs and not values else (None, None)
-    test_name = "paired" if values else "welch"
-    return Result(
+    untested = Result(
         treatment=claim.treatment,
         control=claim.control,
         unit="nats",
         scale=1.0,
         difference=difference,
+        ci_low=None,
+        ci_high=None,
+        p_value=None,
+        method=statement("method.no_test"),
+    )
+    if treatment.std == control.std == 0:
+        return untested
+    width = 1 - confidence_of(claim, alpha)
+    test = paired_t(*values, width) if values else welch_t(treatment, control, width)
+    freedom, test_name = test.degrees_of_freedom, "paired" if values else "welch"
+    same_runs = treatment.num == control.num and claim.margin is None
+    low, high = paired_p_range(treatment, control) if same_runs and not values else (None, None)
+    return replace(
+        untested,
         ci_low=test.ci_low,
         ci_high=test.ci_high,
-        p_value=p_value,
+        p_value=test.p_value
+        if claim.margin is None
+        else _p_of(claim, difference, test.standard_error, stats.t(freedom)),
         method=statement(f"method.t_test.{test_name}", degrees_of_freedom=freedom, ddof=treatment.ddof),
         p_paired_low=low,
         p_paired_high=high,
@@ -188,13 +183,7 @@ def losses_result(
 
 def run_to_run_p(claim: AccuracyClaim, difference: float, scatter: RunScatter) -> float:
     """Return p of a difference (points) between single runs against the scatter of identical runs: t with its df."""
-    error, freedom = scatter.points * math.sqrt(2), scatter.num_runs - 1
-    if claim.margin is None:
-        return float(2 * stats.t.sf(abs(difference) / error, freedom))
-    margin = _POINTS * claim.margin
-    if claim.test == "non_inferiority":
-        return float(stats.t.sf((difference + margin) / error, freedom))
-    return float(stats.t.sf((margin - abs(difference)) / error, freedom))
+    return _p_of(claim, difference, scatter.points * math.sqrt(2), stats.t(scatter.num_runs - 1), scale=_POINTS)
 
 
 def largest_discordance(result: Result, alpha: float) -> float | None:
@@ -259,10 +248,11 @@ def _fieller(
     return (middle - root) / square, (middle + root) / square
 
 
-def _normal_p(claim: TestedClaim, difference: float, error: float) -> float:
-    if claim.margin is None:
-        return float(2 * stats.norm.sf(abs(difference) / error))
-    low = float(stats.norm.sf((difference + claim.margin) / error))
-    if claim.test == "non_inferiority":
-        return low
-    return max(low, float(stats.norm.sf((claim.margin - difference) / error)))
+def _p_of(claim: TestedClaim, difference: float, error: float, distribution: Any, scale: float = 1.0) -> float:
+    """Return the p-value of a claim from an estimate and its standard error; `scale` converts its margin."""
+    return claim_p(
+        claim,
+        lambda: float(2 * distribution.sf(abs(difference) / error)),
+        lambda bound: float(distribution.sf((difference - scale * bound) / error)),
+        lambda bound: float(distribution.sf((scale * bound - difference) / error)),
+    )

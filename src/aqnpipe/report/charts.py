@@ -2,7 +2,7 @@
 
 import math
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ import polars as pl
 from markupsafe import Markup
 
 from aqnpipe.artifacts.comparisons import ClaimAtLook, SegmentBy, SegmentEffect
-from aqnpipe.report import numbers
 from aqnpipe.report.markup import INK, MUTED, described, render_svg, series_colour, series_dash, small_dot
 from aqnpipe.report.words import Words, at_noise
 
@@ -76,15 +75,9 @@ def _accuracies(
 def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
     """Return the wall time of every training run by arm, from zero; `rows` as `page.cost_rows`."""
     names = _present(keys, rows)
-    many = is_crowded(len(names), len(rows))
-
-    def about(row: Mapping[str, Any]) -> str:
-        minutes = f"{row['minutes']:.2f}"
-        text = words("mark.minutes", arm=row["arm"], seed=row["seed"], minutes=minutes)
-        return small_dot(row["arm"]) if many else described(row["arm"], text)
-
+    about = told(rows, "mark.minutes", words, small=is_crowded(len(names), len(rows)))
     chart = (
-        alt.Chart(told(rows, about), width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
+        alt.Chart(about, width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
         .mark_point(filled=True, size=36, opacity=1)
         .encode(
             alt.X("minutes:Q").title(words("axis.minutes")).scale(zero=True),
@@ -105,9 +98,9 @@ def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float]
     title = words("axis.accuracy")
     x = alt.X("accuracy:Q").title(title).scale(domain=bounds, nice=True, zero=False)
     colour = colour_scale("arm", keys)
-    seeds = told(rows, lambda row: small_dot(row["arm"]) if many else _about_seed(row, words))
+    seeds = told(rows, "mark.printed" if (rows["seed"] < 0).all() else "mark.accuracy", words, small=many)
     base = alt.Chart(seeds, width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
-    means = told(mean_and_range(rows, "arm"), lambda row: about_mean(row, row["arm"], words))
+    means = told(mean_and_range(rows, "arm"), "mark.mean", words)
     intervals = base.mark_rule(strokeWidth=1.4, opacity=0.7).encode(
         alt.X("ci_low:Q").title(title).scale(domain=bounds, nice=True, zero=False),
         alt.X2("ci_high:Q"),
@@ -124,14 +117,24 @@ def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float]
     return alt.layer(*([] if many else [intervals]), *layers)
 
 
-def told(rows: pl.DataFrame, text: Callable[[Mapping[str, Any]], str], column: str = "about") -> pl.DataFrame:
-    """Return the rows with a column of texts, which marks have as their descriptions."""
-    return rows.with_columns(pl.Series(column, [text(row) for row in rows.iter_rows(named=True)], dtype=pl.String))
+def told(
+    rows: pl.DataFrame, key: str, words: Words, *, series: str = "arm", small: bool = False, **values: object
+) -> pl.DataFrame:
+    """Return the rows with descriptions of their marks in `about`: the text of `key` with the fields of each row.
+
+    series: the field by which a mark is switched on and off; none if it is empty. small: marks are dots without texts
+    of their own. values: of placeholders that are no fields.
+    """
+    texts = [
+        small_dot(row[series]) if small else described(row[series] if series else "", words(key, **row, **values))
+        for row in rows.iter_rows(named=True)
+    ]
+    return rows.with_columns(pl.Series("about", texts, dtype=pl.String))
 
 
-def switched(row: Mapping[str, Any]) -> str:
-    """Return a description without a text: the mark is switched on and off with its arm."""
-    return described(row["arm"], "")
+def switched(rows: pl.DataFrame, column: str = "about") -> pl.DataFrame:
+    """Return the rows with descriptions without a text: marks are switched on and off with their arm."""
+    return rows.with_columns(pl.Series(column, [described(arm, "") for arm in rows["arm"]], dtype=pl.String))
 
 
 def dashed_rules(rows: pl.DataFrame) -> alt.Chart:
@@ -158,29 +161,10 @@ def is_crowded(num_arms: int, num_runs: int) -> bool:
     return num_arms > MANY_ARMS or num_runs > MANY_RUNS
 
 
-def _about_seed(row: Mapping[str, Any], words: Words) -> str:
-    who = row["arm"] if row["seed"] < 0 else words("run.name", arm=row["arm"], seed=row["seed"])
-    return about_seed(row, who, words)
-
-
-def about_seed(row: Mapping[str, Any], who: str, words: Words) -> str:
-    """Return the description of the accuracy of one seed with its interval, in percent."""
-    interval = words("span", low=f"{row['ci_low']:.1f}", high=f"{row['ci_high']:.1f}")
-    accuracy = f"{row['accuracy']:.1f}"
-    return described(row["arm"], words("mark.accuracy", who=who, accuracy=accuracy, interval=interval))
-
-
 def mean_and_range(rows: pl.DataFrame, *by: str) -> pl.DataFrame:
     """Return the mean accuracy over the seeds, with the lowest and the highest; columns `by`, accuracy, low, high."""
     accuracy = pl.col("accuracy")
     return rows.group_by(*by).agg(accuracy.mean(), accuracy.min().alias("low"), accuracy.max().alias("high")).sort(*by)
-
-
-def about_mean(row: Mapping[str, Any], name: str, words: Words) -> str:
-    """Return the description of a row of `mean_and_range`."""
-    interval = words("span", low=f"{row['low']:.1f}", high=f"{row['high']:.1f}")
-    accuracy = f"{row['accuracy']:.1f}"
-    return described(row["arm"], words("mark.mean_accuracy", arm=name, accuracy=accuracy, interval=interval))
 
 
 def _present(keys: Sequence[SeriesKey], rows: pl.DataFrame) -> list[str]:
@@ -252,9 +236,7 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
 
     Columns as in `artifacts.comparisons.DifferenceTable`, without rows that have no difference.
     """
-    rows = in_points(differences)
-    rows = told(told(rows, lambda row: words.level(row["noise_level"]), "level"), switched, "plain")
-    rows = told(rows, lambda row: _about_difference(row, words))
+    rows = in_points(_with_levels(switched(told(differences, "mark.difference", words), "plain"), words))
     levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
     wide = _needs_width(len(rows), levels)
     base = alt.Chart(rows, width=_WIDE if wide else PANEL_WIDTH, height=PANEL_HEIGHT + 30 * wide)
@@ -282,15 +264,9 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
 def segment_panel(segments: Sequence[SegmentEffect], by: SegmentBy, words: Words) -> Panel:
     """Return the difference of one claim in every segment, as a dot with its interval."""
 
-    def about(row: Mapping[str, Any]) -> str:
-        interval = words.span(row["ci_low"], row["ci_high"], numbers.points)
-        size, difference = row["num_questions"], row["difference"]
-        text = words("mark.segment", segment=row["segment"], questions=size, difference=difference, interval=interval)
-        return described("", text)
-
-    fields = {"segment", "num_questions", "difference", "ci_low", "ci_high"}
-    rows = told(pl.DataFrame([one.model_dump(include=fields) for one in segments]), about)
-    rows, names = rows.with_columns(pl.col("segment").alias("arm")), [one.segment for one in segments]
+    fields, names = {"segment", "num_questions", "difference", "ci_low", "ci_high"}, [one.segment for one in segments]
+    rows = told(pl.DataFrame([one.model_dump(include=fields) for one in segments]), "mark.segment", words, series="")
+    rows = rows.with_columns(pl.col("segment").alias("arm"))
     base = alt.Chart(in_points(rows), width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names))
     chart = forest(base, _arm_axis(names), words("axis.difference"), description="about:N")
     heading = words(f"segment.{by}")
@@ -316,12 +292,8 @@ def in_points(differences: pl.DataFrame) -> pl.DataFrame:
 def look_panel(looks: Sequence[ClaimAtLook], claim: str, words: Words) -> Panel:
     """Return the difference of one claim with its repeated interval at every look, over the seeds."""
 
-    def about(row: Mapping[str, Any]) -> str:
-        interval = words.span(row["ci_low"], row["ci_high"], numbers.points)
-        return described("", words("mark.look", seeds=row["seeds"], difference=row["difference"], interval=interval))
-
     rows = pl.DataFrame([look.model_dump(include={"seeds", "difference", "ci_low", "ci_high"}) for look in looks])
-    rows, title = in_points(told(rows, about)), words("axis.difference")
+    rows, title = in_points(told(rows, "mark.look", words, series="")), words("axis.difference")
     x = alt.X("seeds:Q").title(words("column.seeds_at_look")).scale(zero=False, padding=20)
     base = base_chart(rows).encode(x.axis(grid=False, format="d", values=rows["seeds"].to_list()))
     zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
@@ -341,18 +313,19 @@ def accuracy_over_noise(
 
     many: the page has so many arms that the dots of seeds have no values of their own.
     """
-    rows = in_percent(accuracy).with_columns(pl.col("noise_level") * 100)
-    means = told(mean_and_range(rows, "arm", "noise_level"), switched, "plain")
-    means = told(means, lambda row: _about_mean(row, words))
+    rows = told(in_percent(accuracy), "mark.accuracy_at", words, small=many)
+    means = told(switched(mean_and_range(rows, "arm", "noise_level"), "plain"), "mark.mean_at", words)
+    rows, means = (table.with_columns(pl.col("noise_level") * 100) for table in (rows, means))
     levels = sorted(rows["noise_level"].unique().to_list())
     x = alt.X("noise_level:Q").title(words("axis.noise_scale")).axis(grid=False, values=levels)
     y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
     colour = colour_scale("arm", keys)
     lines = base_chart(means).mark_line(strokeWidth=2)
     points = base_chart(means).mark_point(filled=True, size=30, opacity=1)
-    seeds = base_chart(_with_seeds(rows, words, many))
     chart = alt.layer(
-        seeds.mark_point(size=18, opacity=0.55, filled=many).encode(x, y, color=colour, description="about:N"),
+        base_chart(rows)
+        .mark_point(size=18, opacity=0.55, filled=many)
+        .encode(x, y, color=colour, description="about:N"),
         lines.encode(x, y, color=colour, strokeDash=dash_scale("arm", keys), description="plain:N"),
         points.encode(x, y, color=colour, description="about:N"),
     )
@@ -364,17 +337,15 @@ def accuracy_by_name(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: W
 
     Named noises have no scale in common, so no line joins them. Columns and `many` as in `accuracy_over_noise`.
     """
-    rows = told(in_percent(accuracy), lambda row: words.level(row["noise_level"]), "level")
-    # `_about_mean` expects levels in percent.
-    scaled = rows.with_columns(pl.col("noise_level") * 100)
-    means = told(mean_and_range(scaled, "arm", "noise_level", "level"), lambda row: _about_mean(row, words))
+    rows = told(_with_levels(in_percent(accuracy), words), "mark.accuracy_at", words, small=many)
+    means = told(mean_and_range(rows, "arm", "noise_level", "level"), "mark.mean_at", words)
     levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
     wide = _needs_width(len(means), levels)
     width, height = _WIDE if wide else PANEL_WIDTH, PANEL_HEIGHT + 30 * wide
     x = _level_axis(levels, words)
     y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
     common = {"xOffset": _arm_offset(keys), "color": colour_scale("arm", keys), "description": "about:N"}
-    seeds = alt.Chart(_with_seeds(scaled, words, many), width=width, height=height)
+    seeds = alt.Chart(rows, width=width, height=height)
     chart = alt.layer(
         seeds.mark_point(size=18, opacity=0.55, filled=many).encode(x, y, **common),
         alt.Chart(means, width=width, height=height).mark_point(filled=True, size=44, opacity=1).encode(x, y, **common),
@@ -394,27 +365,6 @@ def _arm_offset(keys: Sequence[SeriesKey]) -> alt.XOffset:
     return alt.XOffset("arm:N").sort([key.name for key in keys]).scale(paddingOuter=0.6)
 
 
-def _about_difference(row: Mapping[str, Any], words: Words) -> str:
-    return described(
-        row["arm"],
-        words(
-            "mark.difference",
-            arm=row["arm"],
-            reference=row["reference"],
-            level=row["noise_level"],
-            difference=row["difference"] / 100,
-            interval=words.span(row["ci_low"] / 100, row["ci_high"] / 100, numbers.points),
-        ),
-    )
-
-
-def _about_mean(row: Mapping[str, Any], words: Words) -> str:
-    return about_mean(row, f"{row['arm']}, {words.level(row['noise_level'] / 100)}", words)
-
-
-def _with_seeds(rows: pl.DataFrame, words: Words, many: bool) -> pl.DataFrame:
-    def text(row: Mapping[str, Any]) -> str:
-        who = f"{words('run.name', arm=row['arm'], seed=row['seed'])}, {words.level(row['noise_level'] / 100)}"
-        return small_dot(row["arm"]) if many else about_seed(row, who, words)
-
-    return told(rows, text)
+def _with_levels(rows: pl.DataFrame, words: Words) -> pl.DataFrame:
+    """Return the rows with a column `level`, the names of their noise levels."""
+    return rows.with_columns(level=pl.Series([words.level(level) for level in rows["noise_level"]], dtype=pl.String))

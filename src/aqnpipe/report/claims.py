@@ -14,7 +14,7 @@ from aqnpipe.artifacts.comparisons import Claim, ClaimsFile
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.inputs import ReportData
-from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Row, Table, analysis_text, table_of
+from aqnpipe.report.tables import MAX_ROWS_ON_PAGE, Row, Table, analysis_text, table
 from aqnpipe.report.words import Words
 
 VERDICT_SYMBOLS = {"supported": "✓", "refuted": "✕", "equivalent": "≈", "not_shown": "?", "invalid": "!"}
@@ -285,23 +285,17 @@ def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Tab
 
     Below several seeds are their means. Every seed answers the same questions: that of the differences is the claim's.
     """
-    columns = (
-        "seed treatment_better:count control_better:count equal:count difference:signed_points "
-        "interval=ci:spans_signed_points p_of_seed=p_value:p_value"
-    )
-    caption = words("paired.table", comparison=claim.comparison_id, level=level)
-    rows = map(vars, claim.seeds)
-    name = f"paired-{claim.comparison_id}"
-    table = table_of(name, caption, rows, columns, words, num_text_columns=0, max_rows=max_rows)
+    name = claim.comparison_id
+    found = table("paired", claim.seeds, words, of=name, max_rows=max_rows, comparison=name, level=level)
     if len(claim.seeds) < 2:
-        return table
+        return found
     fields = ("treatment_better", "control_better", "equal", "difference")
     better, worse, equal, difference = (fmean(getattr(seed, field) for seed in claim.seeds) for field in fields)
     counts = (f"{mean:.1f}" for mean in (better, worse, equal))
     foot = Row((words("paired.mean"), *counts, numbers.points(difference), "", ""))
     is_counted = math.isclose((better - worse) / (better + worse + equal), difference, abs_tol=1e-9)
     notes = [words("paired.note", seeds=len(claim.seeds)), *([] if is_counted else [words("paired.averaged")])]
-    return replace(table, foot=(foot,), note=words.paragraph(notes))
+    return replace(found, foot=(foot,), note=words.paragraph(notes))
 
 
 def _claim_row(
@@ -405,8 +399,4 @@ def look_table(claims: ClaimsFile, words: Words) -> Table | None:
         num_open = sum(state == "open" for state in states.values())
         ended_here = words("list.separator").join(shown) or words("looks.nothing")
         rows.append({"look": look.look, "seeds": look.seeds, "ended": ended_here, "num_open": num_open})
-    return (
-        table_of("looks", words("looks.title"), rows, "look seeds_at_look=seeds ended num_open", words)
-        if rows
-        else None
-    )
+    return table("looks", rows, words) if rows else None

@@ -1,4 +1,7 @@
-"""The diagnosis of machines: verdicts against the simulated faults, metrics and sigmas over the layers."""
+"""Faulty machines: their diagnosis against the simulated faults, sigmas over the layers, and what the faults cost.
+
+What faults cost is in the loss studies, and in survival and gradients at the faulty sites of training runs.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -7,12 +10,14 @@ import altair as alt
 import polars as pl
 
 from aqnpipe.artifacts.diagnoses import LocatedFault, SigmaFile, Verdict
+from aqnpipe.artifacts.loss_studies import LossStudyCondition, LossStudyFile
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.noise import Fault
 from aqnpipe.report import charts, numbers
 from aqnpipe.report.charts import Panel, SeriesKey
-from aqnpipe.report.inputs import Diagnosis, Run
-from aqnpipe.report.markup import described
-from aqnpipe.report.tables import PanelGroup, Table, table_of
+from aqnpipe.report.claims import counted_verdicts
+from aqnpipe.report.inputs import Diagnosis, ReportData, Run
+from aqnpipe.report.tables import Figure, PanelGroup, Part, Table, table
 from aqnpipe.report.words import Words
 
 Outcome = Literal["right", "false_alarm", "missed", "wrong_layer", "wrong_type", "abstained"]
@@ -21,27 +26,29 @@ _SHARED_NAMES = {"noise": "noise_or_spike", "spike": "noise_or_spike"}
 """Fault types that the published scans cannot distinguish, and their common name."""
 
 
-def diagnosis_verdicts(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
-    """Return a row per machine: the simulated fault, the fault that was found, and whether that is right."""
-    rows = (
+def verdict_tables(diagnoses: Sequence[Diagnosis], words: Words) -> tuple[Table, Table]:
+    """Return two tables with a row per machine: fault simulated, fault found, whether that is right; and the reason."""
+    rows = [
         {
             "machine": diagnosis.machine,
             "fault": _simulated_faults(diagnosis.verdict, words),
             "found": _found_faults(diagnosis.verdict, words),
             "right": outcome(diagnosis.verdict),
-            "forwards": f"{diagnosis.verdict.forward_equivalents:,.0f}",
+            "forwards": diagnosis.verdict.forward_equivalents,
+            "reason": diagnosis.verdict.reason,
         }
         for diagnosis in diagnoses
-    )
-    columns = "machine fault found right:diagnosis.outcome. forwards"
-    return table_of("diagnosis-verdicts", words("diagnosis.verdicts"), rows, columns, words, num_text_columns=4)
+    ]
+    return table("diagnosis-verdicts", rows, words), table("diagnosis-reasons", rows, words)
 
 
-def diagnosis_reasons(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
-    """Return a row per machine with the reason of its verdict, which may be long."""
-    rows = ({"machine": diagnosis.machine, "reason": diagnosis.verdict.reason} for diagnosis in diagnoses)
-    caption = words("diagnosis.reasons")
-    return table_of("diagnosis-reasons", caption, rows, "machine reason", words, num_text_columns=2)
+def layer_rows(diagnoses: Sequence[Diagnosis]) -> Iterator[dict[str, Any]]:
+    """Yield the metrics of every layer of every machine, with its sigma by the published rule and the reason."""
+    for diagnosis in diagnoses:
+        sigmas = diagnosis.sigmas
+        for row in diagnosis.layers.iter_rows(named=True):
+            own = {"sigma": sigmas.aqn.layer_sigmas.get(row["layer"]), "why": sigmas.reasons.get(row["layer"])}
+            yield row | {"machine": diagnosis.machine} | own
 
 
 def device_sentences(diagnoses: Sequence[Diagnosis], runs: Sequence[Run], words: Words) -> list[str]:
@@ -146,12 +153,12 @@ def _lines(
     return alt.layer(*rules, *charts.lines_with_dots(layers, x, y, "machine", keys))
 
 
-def _bars(table: pl.DataFrame, by: str, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
-    wide = len(table) > _BARS_IN_A_SMALL_PANEL
-    width = min(_PIXELS_PER_BAR * len(table) + 60, _MAX_WIDTH) if wide else charts.PANEL_WIDTH
+def _bars(rows: pl.DataFrame, by: str, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
+    wide = len(rows) > _BARS_IN_A_SMALL_PANEL
+    width = min(_PIXELS_PER_BAR * len(rows) + 60, _MAX_WIDTH) if wide else charts.PANEL_WIDTH
     x = alt.X("layer:O").title(words("axis.layer")).axis(grid=False, labelAngle=0, ticks=False)
     chart = (
-        alt.Chart(table, width=width, height=charts.PANEL_HEIGHT)
+        alt.Chart(rows, width=width, height=charts.PANEL_HEIGHT)
         .mark_bar()
         .encode(
             x,
@@ -164,12 +171,9 @@ def _bars(table: pl.DataFrame, by: str, keys: Sequence[SeriesKey], title: str, w
     return charts.panel(title, chart, words("alt.depth", what=words("depth.sigma")), wide=wide)
 
 
-def _told(table: pl.DataFrame, column: str, by: str, title: str, words: Words) -> pl.DataFrame:
-    def text(row: Mapping[str, Any]) -> str:
-        name, value = str(row[by]).replace("_", " "), numbers.metric(row[column])
-        return described("", words("mark.layer", name=name, layer=row["layer"], what=title, value=value))
-
-    return charts.told(table, text)
+def _told(rows: pl.DataFrame, column: str, by: str, title: str, words: Words) -> pl.DataFrame:
+    named = rows.select("layer", name=by, value=column)
+    return rows.with_columns(charts.told(named, "mark.layer", words, series="", what=title)["about"])
 
 
 def strategy_group(diagnoses: Sequence[Diagnosis], words: Words) -> PanelGroup | None:
@@ -184,34 +188,30 @@ def strategy_group(diagnoses: Sequence[Diagnosis], words: Words) -> PanelGroup |
 
 def strategy_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table | None:
     """Return sigma, its multiple of the base and the reason by strategy and layer; None as in `strategy_group`."""
-    rows = [
+    rows = [row for diagnosis in diagnoses if len(diagnosis.strategies) > 1 for row in _sigmas(diagnosis)]
+    return table("sigma-strategies", rows, words) if rows else None
+
+
+def _sigmas(diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """Return the sigma of every layer by every strategy."""
+    return [
         {
             "machine": diagnosis.machine,
-            "strategy": strategy.replace("_", " "),
+            "strategy": strategy,
             "layer": layer,
             "sigma": sigma,
-            "multiplier": f"{sigma / file.aqn.base_sigma:.3g}",
+            "multiplier": sigma / file.aqn.base_sigma,
             "why": file.reasons.get(layer),
         }
-        for diagnosis in diagnoses
-        if len(diagnosis.strategies) > 1
         for strategy, file in diagnosis.strategies.items()
         for layer, sigma in sorted(file.aqn.layer_sigmas.items())
     ]
-    columns, caption = "machine strategy layer sigma:scale multiplier why", words("diagnosis.strategies")
-    return table_of("sigma-strategies", caption, rows, columns, words, num_text_columns=2) if rows else None
 
 
 def _panel(diagnosis: Diagnosis, keys: Sequence[SeriesKey], words: Words) -> Panel:
-    table = pl.DataFrame(
-        [
-            {"strategy": strategy, "layer": layer, "sigma": sigma}
-            for strategy, file in diagnosis.strategies.items()
-            for layer, sigma in sorted(file.aqn.layer_sigmas.items())
-        ]
-    )
+    rows = pl.DataFrame(_sigmas(diagnosis)).select("strategy", "layer", "sigma")
     title, told = words("diagnosis.strategies_of", machine=diagnosis.machine), words("depth.sigma")
-    return _bars(_told(table, "sigma", "strategy", told, words), "strategy", keys, title, words)
+    return _bars(_told(rows, "sigma", "strategy", told, words), "strategy", keys, title, words)
 
 
 def guidance_sentences(arms: Mapping[str, Arm], diagnoses: Sequence[Diagnosis], words: Words) -> list[str]:
@@ -266,3 +266,102 @@ def _changed_layers(sigmas: SigmaFile, healthy: SigmaFile) -> list[int]:
     """Return the layers whose sigma differs between the two machines."""
     without = healthy.aqn.layer_sigmas
     return [layer for layer, sigma in sorted(sigmas.aqn.layer_sigmas.items()) if sigma != without.get(layer)]
+
+
+def fault_parts(data: ReportData, words: Words) -> tuple[Part, ...]:
+    """Return the section on simulated faults: loss studies and the faults of training runs; empty without either."""
+    parts = []
+    for number, study in enumerate(data.loss_studies, start=1):
+        parts += [
+            Part("heading", words("losses.heading", name=study.name, model=study.model)),
+            Part("text", words.paragraph(list(_loss_sentences(study, words)))),
+            Part("figure", _loss_figure(study, words), stem=f"loss-{number}"),
+        ]
+    if faulty := [run for run in data.runs if run.receipt.faults]:
+        survival = training_faults(faulty, words)
+        parts.append(Part("folded", (Part("table", survival),), survival.caption))
+    return tuple(parts)
+
+
+def training_faults(runs: Sequence[Run], words: Words) -> Table:
+    """Return the survival rate by run, fault and phase, and the share of the gradient that the fault zeroed."""
+    return table("training-faults", _training_rows(runs, words), words)
+
+
+def _training_rows(runs: Sequence[Run], words: Words) -> Iterator[dict[str, Any]]:
+    nothing = dict.fromkeys(("survival_rate", "zeroed_share", "zeroed_norm_share"))
+    for run in runs:
+        name, faults = words("run.name", arm=run.arm, seed=run.seed), run.receipt.faults
+        for cell in run.receipt.fault_cells:
+            row = {"run": name, "fault": _place(faults[cell.fault]), "phase": cell.phase, "calls": cell.calls}
+            yield nothing | row | {"survival_rate": cell.survival_rate}
+        for flow in run.receipt.gradient_flows:
+            row = {"run": name, "fault": _place(faults[flow.fault]), "phase": "backward", "calls": flow.calls}
+            yield nothing | row | {"zeroed_share": flow.zeroed_share, "zeroed_norm_share": flow.zeroed_norm_share}
+
+
+def _place(fault: Fault) -> str:
+    return f"{fault.type} {fault.magnitude:g}, {fault.site} {fault.layer}"
+
+
+def _loss_figure(study: LossStudyFile, words: Words) -> Figure:
+    keys = [
+        SeriesKey(name, number)
+        for number, name in enumerate(dict.fromkeys(cell.condition for cell in _with_fault(study)), start=1)
+    ]
+    layers = ", ".join(map(str, study.faulty_layers))
+    return Figure(
+        caption=words("losses.caption", texts=study.num_texts, gamma=study.gamma, layers=layers),
+        groups=(PanelGroup(_loss_panels(study, keys, words), legend=keys),),
+        tables=_loss_tables(study, words),
+    )
+
+
+def _with_fault(study: LossStudyFile) -> list[LossStudyCondition]:
+    return [cell for cell in study.conditions if cell.magnitude > 0]
+
+
+def _loss_sentences(study: LossStudyFile, words: Words) -> Iterator[str]:
+    """Yield the counts of verdicts, and the conditions worse than guessing."""
+    for family in study.families:
+        verdicts = [comparison.verdict for comparison in study.comparisons if comparison.family == family.name]
+        yield words(f"losses.tested.{family.name}", count=len(verdicts), parts=counted_verdicts(verdicts, words))
+    above = sum(cell.above_uniform for cell in study.conditions)
+    if above:
+        yield words("losses.above", count=above, uniform=study.uniform)
+    else:
+        yield words("losses.none_above", uniform=study.uniform)
+
+
+def _loss_panels(study: LossStudyFile, keys: Sequence[SeriesKey], words: Words) -> list[Panel]:
+    """Return loss over magnitude, a line per condition, a panel per order; ln|V| and the clean loss as rules."""
+    conditions = _with_fault(study)
+    orders: list[str | None] = [*dict.fromkeys(cell.order for cell in conditions if cell.order)] or [None]
+    clean = [cell.mean_loss for cell in study.conditions if cell.condition == "clean"]
+    rules = pl.DataFrame({"loss": [study.uniform, *clean]})
+    panels = []
+    for order in orders:
+        shown = [cell for cell in conditions if cell.order in (order, None)]
+        rows = pl.DataFrame([(cell.condition, cell.magnitude, cell.mean_loss) for cell in shown], orient="row")
+        rows.columns = ["condition", "magnitude", "loss"]
+        x = alt.X("magnitude:Q").title(words("axis.magnitude")).scale(type="log").axis(grid=False)
+        y = alt.Y("loss:Q").title(words("axis.loss"))
+        told = charts.told(rows, "mark.loss", words, series="")
+        chart = alt.layer(
+            charts.dashed_rules(rules).encode(y=y), *charts.lines_with_dots(told, x, y, "condition", keys)
+        )
+        title = words(f"order.{order}") if order else words("losses.panel")
+        panels.append(charts.panel(title, chart, words("alt.losses", order=title)))
+    return panels
+
+
+def _loss_tables(study: LossStudyFile, words: Words) -> tuple[Table, ...]:
+    """Return the comparisons, the same in words, and the conditions."""
+    claims = [vars(one) | {"claim": words.of(one.claim)} for one in study.comparisons]
+    compared = (row | {"alert": row["verdict"] == "invalid"} for row in claims)
+    sentences = (row | {"in_words": words.all_of(row["statements"])} for row in claims)
+    conditions = (
+        vars(cell) | {"magnitude": cell.magnitude or None, "alert": cell.above_uniform} for cell in study.conditions
+    )
+    found = {"loss-comparisons": compared, "loss-sentences": sentences, "loss-conditions": conditions}
+    return tuple(table(name, rows, words) for name, rows in found.items())

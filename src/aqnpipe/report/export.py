@@ -40,7 +40,7 @@ from aqnpipe.report.machines import machine_scales
 from aqnpipe.report.markup import INK, light_spec
 from aqnpipe.report.stage import facts
 from aqnpipe.report.summary import markdown
-from aqnpipe.report.tables import Figure, PanelGroup, Row, Table, arm_table, table_of
+from aqnpipe.report.tables import Figure, PanelGroup, Row, Table, arm_table, table
 from aqnpipe.report.words import Words, visible
 
 _WIDTH, _LINE_HEIGHT, _FONT_SIZE = 380, 14, 11
@@ -119,10 +119,10 @@ def export_paper(
                 written += [_write_figure(path, svg, _COLUMNS[panel.wide]) for path in paths]
             titles = "; ".join(markdown(f"{stem}: {panel.title}") for stem, panel, _ in pictures)
             captions.append(f"**{titles}.** {markdown(figure.caption)}")
-        for table in own if formats else ():
+        for each in own if formats else ():
             # Names of paired tables hold ids of comparisons, which a path cannot hold as they are.
-            stem = f"{name}-{_NOT_IN_STEMS.sub('-', table.name)}"
-            written += [_write_table(folder, stem, table, form) for form in formats]
+            stem = f"{name}-{_NOT_IN_STEMS.sub('-', each.name)}"
+            written += [_write_table(folder, stem, each, form) for form in formats]
     if len(captions) > 1:
         write_text(folder / "figures" / "captions.md", "\n\n".join(captions) + "\n")
         written.append(folder / "figures" / "captions.md")
@@ -137,10 +137,7 @@ def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[st
     caption = words.paragraph([words.of(claim.statements[0]) for claim in data.claims.claims if claim.statements])
     drawn = None if forest is None else Figure(caption=caption, groups=(PanelGroup([forest]),), tables=())
     paired = [row.paired for row in overview.rows if row.paired is not None]
-    columns = "family claim verdict:verdict. difference interval in_words=sentence"
-    rows, caption = map(vars, overview.rows), words("claims.label")
-    verdicts = table_of("verdicts", caption, rows, columns, words, num_text_columns=3)
-    yield "claims", drawn, [verdicts, _arm_table(study, data, words), *paired]
+    yield "claims", drawn, [table("verdicts", overview.rows, words), _arm_table(study, data, words), *paired]
     if looks := page.look_figure(data.claims, words):
         yield "looks", looks, list(looks.tables)
     for section in page.sections(study, data, machine_scales(study, data, words), words):

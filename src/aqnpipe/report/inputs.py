@@ -1,6 +1,6 @@
 """Inputs of the report: the paths of all artifacts, and the content of those that exist, read and validated."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -105,25 +105,13 @@ class Run:
     """The content of one training run. `cost` is None if its job left no measurement."""
 
     source: RunInput
+    model: str
+    arm: str
+    seed: int
     metrics: pl.DataFrame
     receipt: Receipt
     record: RunRecord
     cost: Cost | None
-
-    @property
-    def model(self) -> str:
-        """The model role."""
-        return self.source.model
-
-    @property
-    def arm(self) -> str:
-        """The arm's id."""
-        return self.source.arm
-
-    @property
-    def seed(self) -> int:
-        """The training seed."""
-        return self.source.seed
 
 
 @dataclass(frozen=True)
@@ -173,9 +161,10 @@ class MeasuredMachine:
 class ReportData:
     """Every artifact that exists, read and validated; tables and claims that do not exist are empty.
 
-    `missing` contains the files of a complete study that do not exist; `missing_runs`, `missing_evaluations` and
-    `missing_diagnoses` are the runs, evaluations and diagnoses that these files belong to.
+    `inputs`: the files of a complete study. `missing` are those that do not exist.
     """
+
+    inputs: ReportInputs
 
     accuracy: pl.DataFrame
     comparisons: pl.DataFrame
@@ -188,9 +177,6 @@ class ReportData:
     evaluations: tuple[Evaluated, ...]
     diagnoses: tuple[Diagnosis, ...]
     missing: tuple[Path, ...]
-    missing_runs: tuple[RunInput, ...]
-    missing_evaluations: tuple[EvaluatedInput, ...]
-    missing_diagnoses: tuple[DiagnosisInput, ...]
     loss_studies: tuple[LossStudyFile, ...] = ()
     parities: tuple[MeasuredMachine, ...] = ()
     machines: pl.DataFrame = field(default_factory=pl.DataFrame)
@@ -260,22 +246,19 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
     def json(path: Path, model: type[Json]) -> Json | None:
         return read([path], lambda: read_json(path, model))
 
-    runs = [
-        (files, read([files.metrics, files.receipt, files.record], partial(_read_run, files))) for files in inputs.runs
-    ]
+    runs = _found(read([one.metrics, one.receipt, one.record], partial(_read_run, one)) for one in inputs.runs)
     for schema in (TrainingMetrics, OwnRewardMetrics):
-        metrics = {files.metrics: run.metrics for files, run in runs if run and _schema_of(run.record) is schema}
+        metrics = {run.source.metrics: run.metrics for run in runs if _schema_of(run.record) is schema}
         validate_tables(metrics, schema)
-    evaluations = [
-        (files, read([files.table, files.receipt, files.record], partial(_read_evaluated, files)))
-        for files in inputs.evaluations
-    ]
-    diagnoses = [
-        (files, read([files.layers, files.verdict, *files.strategies.values()], partial(_read_diagnosis, files)))
-        for files in inputs.diagnoses
-    ]
-    loss_studies = [json(path, LossStudyFile) for path in inputs.loss_studies]
-    parities = [(files, json(files.path, ParityFile)) for files in inputs.parities]
+    evaluations = _found(
+        read([one.table, one.receipt, one.record], partial(_read_evaluated, one)) for one in inputs.evaluations
+    )
+    diagnoses = _found(
+        read([one.layers, one.verdict, *one.strategies.values()], partial(_read_diagnosis, one))
+        for one in inputs.diagnoses
+    )
+    loss_studies = _found(json(path, LossStudyFile) for path in inputs.loss_studies)
+    parities = [(one, json(one.path, ParityFile)) for one in inputs.parities]
     claims = json(inputs.claims, ClaimsFile) or _NO_CLAIMS
     for path in (inputs.accuracy, inputs.comparisons, inputs.robustness, inputs.differences):
         if path.name in claims.tables_sha256 and not has_digest(path, claims.tables_sha256[path.name]):
@@ -283,6 +266,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
     compared = table(inputs.comparisons, ComparisonTable)
     _refuse_other_verdicts(inputs.claims, claims, compared)
     return ReportData(
+        inputs=inputs,
         accuracy=table(inputs.accuracy, AccuracyTable),
         comparisons=compared,
         robustness=table(inputs.robustness, RobustnessTable),
@@ -290,17 +274,18 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         claims=claims,
         published=json(inputs.published, PublishedCheck) if inputs.published else None,
         test_problems=table(inputs.test_problems, ProblemTable),
-        runs=tuple(run for _, run in runs if run),
-        evaluations=tuple(evaluated for _, evaluated in evaluations if evaluated),
-        diagnoses=tuple(diagnosis for _, diagnosis in diagnoses if diagnosis),
+        runs=runs,
+        evaluations=evaluations,
+        diagnoses=diagnoses,
         missing=tuple(missing),
-        missing_runs=tuple(files for files, run in runs if not run),
-        missing_evaluations=tuple(files for files, evaluated in evaluations if not evaluated),
-        missing_diagnoses=tuple(files for files, diagnosis in diagnoses if not diagnosis),
-        loss_studies=tuple(study for study in loss_studies if study),
+        loss_studies=loss_studies,
         parities=tuple(MeasuredMachine(files, parity) for files, parity in parities if parity),
         machines=pl.DataFrame() if inputs.machines is None else table(inputs.machines, MachineDifferenceTable),
     )
+
+
+def _found(read: Iterable[Content | None]) -> tuple[Content, ...]:
+    return tuple(one for one in read if one is not None)
 
 
 def _refuse_other_verdicts(path: Path, claims: ClaimsFile, compared: pl.DataFrame) -> None:
@@ -324,6 +309,9 @@ def _read_run(run: RunInput) -> Run:
     _refuse_foreign(run.record, {"model": run.model, "arm": run.arm, "seed": run.seed}, run.metrics, run.receipt)
     return Run(
         source=run,
+        model=run.model,
+        arm=run.arm,
+        seed=run.seed,
         metrics=read_unchecked_table(run.metrics),
         receipt=read_json(run.receipt, Receipt),
         record=read_json(run.record, RunRecord),

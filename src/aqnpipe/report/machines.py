@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import altair as alt
 import polars as pl
@@ -21,8 +20,8 @@ from aqnpipe.config.study import Study
 from aqnpipe.report import charts, numbers
 from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.inputs import MeasuredMachine, ReportData
-from aqnpipe.report.markup import MUTED, described
-from aqnpipe.report.tables import Figure, PanelGroup, Part, Row, Table, table_of
+from aqnpipe.report.markup import MUTED
+from aqnpipe.report.tables import Figure, PanelGroup, Part, Row, Table, ranged, table
 from aqnpipe.report.words import Words
 
 
@@ -193,7 +192,7 @@ def _caption(parity: ParityFile, without_size: Sequence[_Column], words: Words) 
         "scale.caption",
         first=parity.first.setting,
         second=parity.second.setting,
-        rms=f"{parity.log_probabilities.rms:.2g}",
+        rms=parity.log_probabilities.rms,
         changes=parity.log_probabilities.argmax_changes,
     )
     names = ", ".join(column.name for column in without_size)
@@ -231,10 +230,10 @@ def _sentence(column: _Column, parity: ParityFile, machine: str, words: Words) -
         "scale.sentence",
         noise=column.name,
         machine=machine,
-        times=_times(spread.middle),
+        times=spread.middle,
         count=spread.count,
-        low=_times(spread.lowest),
-        high=_times(spread.highest),
+        low=spread.lowest,
+        high=spread.highest,
     )
 
 
@@ -264,8 +263,8 @@ def _table(parity: ParityFile, columns: Sequence[_Column], words: Words, name: s
 def _row(kind: str, operators: Sequence[OperatorParity], columns: Sequence[_Column], words: Words) -> Row:
     verdict = max((operator.verdict for operator in operators), key=SEVERITY.index)
     error = spread_of([100 * operator.relative_rms for operator in operators])
-    cells = (kind, words(f"parity.{verdict}"), str(len(operators)), _cell(error, words))
-    times = (_cell(column.over(operators), words) for column in columns)
+    cells = (kind, words(f"parity.{verdict}"), str(len(operators)))
+    times = (_cell(spread, words) for spread in (error, *(column.over(operators) for column in columns)))
     return Row((*cells, *times), alert=verdict == "fault")
 
 
@@ -273,21 +272,8 @@ def _cell(spread: Spread | None, words: Words) -> str:
     """Return median and range as text: 24 (20 to 28)."""
     if spread is None:
         return numbers.MISSING
-    middle = _times(spread.middle)
-    if spread.count == 1:
-        return middle
-    return f"{middle} ({words('span', low=_times(spread.lowest), high=_times(spread.highest))})"
-
-
-def _times(value: float) -> str:
-    """Return a number with two significant digits, or all of a whole number; ∞ without an error to compare with.
-
-    >>> _times(23.84), _times(1234.5), _times(0.0312)
-    ('24', '1,234', '0.031')
-    """
-    if value == float("inf"):
-        return "∞"
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+    low, high = (end if spread.count > 1 else None for end in (spread.lowest, spread.highest))
+    return ranged(spread.middle, low, high, "times", words)
 
 
 def _picture(parity: ParityFile, columns: Sequence[_Column], words: Words) -> tuple[Panel, list[SeriesKey]] | None:
@@ -302,16 +288,10 @@ def _picture(parity: ParityFile, columns: Sequence[_Column], words: Words) -> tu
     title = words("scale.picture")
     keys = [SeriesKey(kind, n) for n, kind in enumerate(dict.fromkeys(str(row["kind"]) for row in rows), start=1)]
 
-    def about(row: Mapping[str, Any]) -> str:
-        value = f"{row['error']:.2g}"
-        return described(
-            row["kind"], words("mark.layer", name=row["kind"], layer=row["layer"], what=title, value=value)
-        )
-
-    table = charts.told(pl.DataFrame(rows), about)
+    shown = charts.told(pl.DataFrame(rows), "mark.error", words, series="", what=title)
     x = charts.number_axis("layer", words("axis.layer"))
     y = alt.Y("error:Q").title(words("axis.relative_error")).scale(type="log").axis(format="~g", tickCount=5)
-    chart = alt.layer(*_rules(columns, y), *charts.lines_with_dots(table, x, y, "kind", keys))
+    chart = alt.layer(*_rules(columns, y), *charts.lines_with_dots(shown, x, y, "kind", keys))
     return charts.panel(title, chart, words("alt.scale")), keys
 
 
@@ -340,22 +320,14 @@ def machine_parts(study: Study, rows: pl.DataFrame, words: Words) -> tuple[Part,
     if rows.is_empty():
         return ()
     last = rows.filter(pl.col("step") == pl.col("step").max().over("machine", "model", "arm"))
-    several = last["model"].n_unique() > 1
-    columns = (
-        f"machine {'model' if several else ''} arm noise=noise_level:level accuracy_here:points "
-        "accuracy_there:points difference:signed_points interval=ci:spans_signed_points flipped:points seeds=num_seeds "
-        "questions=num_questions:count problem"
-    )
-    table = table_of(
+    shown = table(
         "machines",
-        words("machines.table"),
         last.with_columns(alert=pl.col("problem").is_not_null()),
-        columns,
         words,
-        num_text_columns=4 if several else 3,
-        note=words("machines.note", level=1 - study.config.statistics.alpha),
+        without=() if last["model"].n_unique() > 1 else ("model",),
+        level=1 - study.config.statistics.alpha,
     )
-    return Part("items", _sentences(rows, words)), Part("table", table)
+    return Part("items", _sentences(rows, words)), Part("table", shown)
 
 
 def _sentences(rows: pl.DataFrame, words: Words) -> list[str]:

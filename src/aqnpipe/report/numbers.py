@@ -44,6 +44,17 @@ def count(value: int | None) -> str:
     return MISSING if value is None else f"{value:,}"
 
 
+def times(value: float) -> str:
+    """Format a multiple with two significant digits, or all of a whole number; ∞ without anything to compare with.
+
+    >>> times(23.84), times(1234.5), times(0.0312)
+    ('24', '1,234', '0.031')
+    """
+    if value == math.inf:
+        return "∞"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
 def level(fraction: float) -> str:
     """Format a noise level, a confidence or a power as percent with its sign: 0.05 -> 5 %."""
     return f"{100 * fraction:.3g}{NBSP}%"
@@ -69,21 +80,25 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
     "p_value": p_value,
     "scale": scale,
     "metric": metric,
+    "times": times,
 }
 """Forms of placeholders in the catalogue of words, and of columns; fractions become percent and points.
 
-Besides, `count` with thousands separators, `count question|questions` with the noun, and Python's own (`.2f`).
+Besides, `count` with thousands separators, `count question|questions` with the noun, `spaced` of a name with
+underscores, and Python's own (`.2f`).
 """
 
 
 def formatted(value: object, form: str) -> str:
-    """Return `value` in the form that a placeholder of the catalogue names; text stays as it is.
+    """Return `value` in the form that a placeholder of the catalogue names; text stays as it is, None is a dash.
 
     >>> formatted(0.0243, "signed_points"), formatted(1, "count seed|seeds"), formatted(1319, "count seed|seeds")
     ('+2.4', '1 seed', '1,319 seeds')
     """
+    if value is None:
+        return MISSING
     if isinstance(value, str):
-        return format(value, form)
+        return value.replace("_", " ") if form == "spaced" else format(value, form)
     if isinstance(value, float | int) and form in FORMATS:
         return FORMATS[form](value)
     name, _, nouns = form.partition(" ")

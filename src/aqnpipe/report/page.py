@@ -1,89 +1,61 @@
 """The sections of the page with their figures and tables."""
 
 from collections.abc import Sequence
-from statistics import fmean
-from typing import TypeVar
 
 import polars as pl
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
-from aqnpipe.artifacts.job_costs import Cost
 from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
-from aqnpipe.report import charts, diagnosis, faults, machines, published, receipts, tables, training
+from aqnpipe.data.scoring import NUMBER_SCORERS
+from aqnpipe.report import charts, diagnosis, machines, published, receipts, tables, training
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.claims import MAX_CLAIMS_PER_LOOK, claim_text, look_table
 from aqnpipe.report.inputs import Diagnosis, Evaluated, ReportData, Run
 from aqnpipe.report.machines import MachineScale
-from aqnpipe.report.tables import Figure, PanelGroup, Part, RunLink, Section, Table, table_of
+from aqnpipe.report.tables import Figure, PanelGroup, Part, RunLink, Section, Table
 from aqnpipe.report.training import engine_sentences, growth_sentences, leap_sentences, leap_table, leaps
 from aqnpipe.report.words import Words
 
-Made = TypeVar("Made", Run, Evaluated)
 MINUTE = 60.0
+
+
+def cost_rows(made: Sequence[Run] | Sequence[Evaluated]) -> pl.DataFrame:
+    """Return a row per job that recorded its cost: model, arm, seed, seconds, cpu_seconds, peak_mb."""
+    rows = [
+        {name: getattr(one.source, name) for name in ("model", "arm", "seed")} | vars(one.cost)
+        for one in made
+        if one.cost
+    ]
+    names = {"model": pl.String, "arm": pl.String, "seed": pl.Int64}
+    return pl.DataFrame(rows, schema=names | dict.fromkeys(("seconds", "cpu_seconds", "peak_mb"), pl.Float64))
 
 
 def cost_table(runs: Sequence[Run], evaluations: Sequence[Evaluated], words: Words) -> Table:
     """Return one row per arm with means over its runs, relative to the first arm that has measurements."""
-    trained, evaluated = _measured(runs), _measured(evaluations)
-    first = _mean_seconds_per_step(next(iter(trained.values()))) if trained else None
-    rows = (
-        _cost_row(key[1], own, [cost for _, cost in evaluated.get(key, [])], first, words)
-        for key, own in trained.items()
+    keys, seconds = ("model", "arm"), pl.col("seconds")
+    steps = pl.Series("steps", [len(run.metrics) for run in runs if run.cost])
+    several = pl.len() > 1
+    trained = (
+        cost_rows(runs)
+        .with_columns(steps)
+        .group_by(keys, maintain_order=True)
+        .agg(
+            runs=pl.len(),
+            seconds_per_run=seconds.mean(),
+            seconds_per_run_low=pl.when(several).then(seconds.min()),
+            seconds_per_run_high=pl.when(several).then(seconds.max()),
+            seconds_per_step=(seconds / pl.col("steps")).mean(),
+            cpu_seconds=pl.col("cpu_seconds").mean(),
+            peak_mb=pl.col("peak_mb").max(),
+        )
     )
-    columns = "arm runs seconds_per_run seconds_per_step times_first cpu_seconds peak_mb evaluation_seconds"
-    return table_of("costs", words("costs.table"), rows, columns, words, note=words("costs.note"))
-
-
-def cost_rows(runs: Sequence[Run]) -> pl.DataFrame:
-    """Return the columns arm, seed, minutes: wall time of every measured run."""
-    rows = [{"arm": run.arm, "seed": run.seed, "minutes": run.cost.seconds / MINUTE} for run in runs if run.cost]
-    return pl.DataFrame(rows, schema={"arm": pl.String, "seed": pl.Int64, "minutes": pl.Float64})
-
-
-def total_minutes(runs: Sequence[Run], evaluations: Sequence[Evaluated]) -> tuple[float, float]:
-    """Return the wall minutes of all training runs and of all evaluations, each summed over jobs."""
-    trained = sum(run.cost.seconds for run in runs if run.cost)
-    evaluation = sum(evaluated.cost.seconds for evaluated in evaluations if evaluated.cost)
-    return trained / MINUTE, evaluation / MINUTE
-
-
-def _measured(made: Sequence[Made]) -> dict[tuple[str, str], list[tuple[Made, Cost]]]:
-    """Return what has a measured cost, with it, by model and arm."""
-    found: dict[tuple[str, str], list[tuple[Made, Cost]]] = {}
-    for one in made:
-        if one.cost:
-            found.setdefault((one.source.model, one.source.arm), []).append((one, one.cost))
-    return found
-
-
-def _cost_row(
-    arm: str, own: Sequence[tuple[Run, Cost]], evaluations: Sequence[Cost], first: float | None, words: Words
-) -> dict[str, object]:
-    costs = [cost for _, cost in own]
-    per_step = _mean_seconds_per_step(own)
-    return {
-        "arm": arm,
-        "runs": len(own),
-        "seconds_per_run": _mean_and_range([cost.seconds for cost in costs], words),
-        "seconds_per_step": f"{per_step:.2f}",
-        "times_first": f"{per_step / first:.2f}" if first else None,
-        "cpu_seconds": f"{fmean(cost.cpu_seconds for cost in costs):.1f}",
-        "peak_mb": f"{max(cost.peak_mb for cost in costs):,.0f}",
-        "evaluation_seconds": f"{fmean(cost.seconds for cost in evaluations):.1f}" if evaluations else None,
-    }
-
-
-def _mean_seconds_per_step(own: Sequence[tuple[Run, Cost]]) -> float:
-    return fmean(cost.seconds / len(run.metrics) for run, cost in own)
-
-
-def _mean_and_range(values: Sequence[float], words: Words) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
-    span = words("span", low=f"{min(values):.1f}", high=f"{max(values):.1f}")
-    return f"{fmean(values):.1f} ({span})"
+    evaluated = cost_rows(evaluations).group_by(keys).agg(evaluation_seconds=seconds.mean())
+    rows = trained.join(evaluated, on=keys, how="left", maintain_order="left").with_columns(
+        times_first=pl.col("seconds_per_step") / pl.col("seconds_per_step").first()
+    )
+    return tables.table("costs", rows, words)
 
 
 ARMS_PER_PICTURE = 8
@@ -104,16 +76,16 @@ def sections(study: Study, data: ReportData, scales: Sequence[MachineScale], wor
             stem = f"{name}-{model}" if len(models) > 1 else name
             parts += [Part("heading", _heading(study, model, words))] if len(models) > 1 else []
             if name == "diagnosis":
-                parts.append(Part("table", diagnosis.diagnosis_verdicts(verdicts[model], words), stem=stem))
-                reasons = diagnosis.diagnosis_reasons(verdicts[model], words)
+                found, reasons = diagnosis.verdict_tables(verdicts[model], words)
+                parts.append(Part("table", found, stem=stem))
                 parts.append(Part("folded", (Part("table", reasons, stem=stem),), reasons.caption))
             figure = Part("figure", figures[name], stem=stem)
             parts.append(Part("folded", (figure,), folded) if folded else figure)
         return Section(name, tuple(parts) or (Part("text", words(none)),))
 
     is_long = len(tables.arm_table(study, last_steps(data.accuracy), words).rows) > charts.MANY_ARMS
-    costs, compared = cost_figure(study, data, words), tables.comparison_table(data.comparisons, words)
-    checks = tables.comparison_checks(data.comparisons, words)
+    costs = cost_figure(study, data, words)
+    compared, checks = tables.comparison_tables(data.comparisons, words)
     segments = segment_figure(data.claims, words)
     comparisons = (
         Part("caption", words("comparisons.caption", power=study.config.statistics.power)),
@@ -128,7 +100,7 @@ def sections(study: Study, data: ReportData, scales: Sequence[MachineScale], wor
         Section("scale", tuple(machines.scale_parts(scales))),
         of_models("training", "training.none"),
         of_models("diagnosis", "diagnosis.none"),
-        Section("faults", faults.fault_parts(data, words)),
+        Section("faults", diagnosis.fault_parts(data, words)),
         Section("receipts", tuple(receipts.receipt_parts(data, words, run_link))),
         Section("explorer", (Part("text", words("explorer.none")),)),
         Section("comparisons", comparisons if compared.rows else (Part("text", words("comparisons.none")),)),
@@ -151,9 +123,7 @@ def model_figures(study: Study, data: ReportData, model: str, words: Words, run_
     differences = data.differences.filter(pl.col("model") == model)
     last = last_steps(accuracy)
     runs = [run for run in data.runs if run.model == model]
-    every_key = _arm_keys(study, {*accuracy["arm"], *(run.arm for run in runs)})
-    keys = every_key[: charts.MAX_ARMS_IN_PICTURES]
-    cut = left_out_sentence(len(keys), len(every_key), words)
+    keys, cut = _shown_arms(study, {*accuracy["arm"], *(run.arm for run in runs)}, words)
     diagnoses = [diagnosis for diagnosis in data.diagnoses if diagnosis.model == model]
     figures = {}
     if not last.is_empty():
@@ -166,9 +136,17 @@ def model_figures(study: Study, data: ReportData, model: str, words: Words, run_
     return figures
 
 
-def left_out_sentence(num_shown: int, num_arms: int, words: Words) -> list[str]:
-    """Return the sentence on arms that the pictures leave out, as a list; empty if they show all."""
-    return [words("pictures.left_out", shown=num_shown, all=num_arms)] if num_shown < num_arms else []
+def _arm_keys(study: Study, present: set[str]) -> list[SeriesKey]:
+    """Return the keys of the pretrained model (neutral) and of the arms present, so that an arm keeps its colour."""
+    neutral = [SeriesKey(PRETRAINED, 0)] if PRETRAINED in present else []
+    return neutral + [SeriesKey(arm, n) for n, arm in enumerate(study.config.arms, start=1) if arm in present]
+
+
+def _shown_arms(study: Study, present: set[str], words: Words) -> tuple[list[SeriesKey], list[str]]:
+    """Return the keys of the arms that pictures show, and the sentence on those that they leave out, if any."""
+    keys = _arm_keys(study, present)
+    shown = keys[: charts.MAX_ARMS_IN_PICTURES]
+    return shown, [words("pictures.left_out", shown=len(shown), all=len(keys))] if len(shown) < len(keys) else []
 
 
 def model_roles(data: ReportData) -> list[str]:
@@ -185,17 +163,14 @@ def published_parts(study: Study, check: PublishedCheck, accuracy: pl.DataFrame,
     """Return the section with the published figures beside the measured ones."""
     last = last_steps(accuracy)
     rows = published.side_by_side(check, last)
-    found = (
-        published.published_accuracies(check, published.means_of(last), words),
-        published.published_series(check, words),
-        published.published_losses(check, words),
-    )
-    panels = charts.published_panels(rows, _arm_keys(study, set(rows["arm"])), words) if not rows.is_empty() else []
-    sentences = published.published_sentences(check, words)
+    keys = _arm_keys(study, set(rows["arm"]))
+    panels = charts.published_panels(rows, keys, words) if not rows.is_empty() else []
+    claims, sentences, *others = published.published_tables(check, words, published.means_of(last))
+    shown = tuple(table for table in others if table.rows)
     parts = (
-        Part("table", published.published_claims(check, words)),
+        Part("table", claims),
         Part("folded", (Part("table", sentences),), sentences.caption),
-        Part("figure", Figure("", (PanelGroup(panels),), tuple(table for table in found if table.rows))),
+        Part("figure", Figure("", (PanelGroup(panels),), shown)),
     )
     caption = Part("caption", words("published.caption", title=check.title))
     return caption, Part("folded", parts, words("published.open"))
@@ -206,13 +181,13 @@ def cost_figure(study: Study, data: ReportData, words: Words) -> Figure | None:
     rows = cost_rows(data.runs)
     if rows.is_empty():
         return None
-    training, evaluation = total_minutes(data.runs, data.evaluations)
-    every_key = _arm_keys(study, set(rows["arm"]))
-    keys = every_key[: charts.MAX_ARMS_IN_PICTURES]
+    keys, cut = _shown_arms(study, set(rows["arm"]), words)
+    training, evaluation = (sum(cost_rows(made)["seconds"]) / MINUTE for made in (data.runs, data.evaluations))
     caption = words("costs.caption", training=training, evaluation=evaluation)
+    minutes = _of_arms(rows, keys).with_columns(minutes=pl.col("seconds") / MINUTE)
     return Figure(
-        caption=words.paragraph([caption, *left_out_sentence(len(keys), len(every_key), words)]),
-        groups=(PanelGroup(charts.cost_panels(_of_arms(rows, keys), keys, words)),),
+        caption=words.paragraph([caption, *cut]),
+        groups=(PanelGroup(charts.cost_panels(minutes, keys, words)),),
         tables=(cost_table(data.runs, data.evaluations, words),),
         is_open=True,
     )
@@ -242,13 +217,7 @@ def segment_figure(claims: ClaimsFile, words: Words) -> Figure | None:
     by_way = {by: [one for one in claims.segments if one.by == by] for by in ways}
     first = claims.segments[0].comparison_id
     claim = next((claim_text(claim, words) for claim in claims.claims if claim.comparison_id == first), first)
-    columns = (
-        "segment_by=by:segment. segment questions=num_questions:count clusters=num_clusters difference:signed_points "
-        "interval=ci:spans_signed_points"
-    )
-    table = table_of(
-        "segments", words("segments.table"), map(vars, claims.segments), columns, words, num_text_columns=2
-    )
+    table = tables.table("segments", claims.segments, words)
     caption = words("segments.caption", claim=claim, level=1 - claims.alpha)
     panels = [charts.segment_panel(segments, by, words) for by, segments in by_way.items()]
     return Figure(caption, (PanelGroup(panels),), (table,), is_open=True)
@@ -288,10 +257,15 @@ def _accuracy_figure(
         level=1 - study.config.statistics.alpha,
         questions=int(last["num_questions"].max()),  # type: ignore[arg-type]
     )
+    scorer = study.config.evaluation.primary_scorer
+    links = (row | {"link": run_link(row["model"], row["arm"], row["seed"])} for row in accuracy.iter_rows(named=True))
+    # A study that grades answers of another kind has nothing to say of scorers of numbers.
+    without = () if scorer in NUMBER_SCORERS else ("strict", "last_number")
+    table = tables.table("accuracy", links, words, without=without, scorer=scorer)
     return Figure(
         caption=words.paragraph([caption, *cut]),
         groups=(PanelGroup(charts.accuracy_panels(_of_arms(last, keys), keys, words)),),
-        tables=(tables.accuracy_table(accuracy, study.config.evaluation.primary_scorer, words, run_link),),
+        tables=(table,),
     )
 
 
@@ -309,12 +283,15 @@ def _robustness_figure(
     if study.config.evaluation.noises:
         caption.append(words("robustness.named_noises", names=", ".join(study.config.evaluation.noises)))
     caption += cut
-    slopes = () if robustness.is_empty() else (tables.robustness_table(robustness, level, words),)
-    compared = () if differences.is_empty() else (tables.difference_table(differences, level, words),)
+    compared = tables.table("differences", differences, words, level=level)
+    slopes = tables.table("robustness", robustness, words, level=level)
     return Figure(
         caption=words.paragraph(caption),
         groups=tuple(_noise_group(group, last, differences, words) for group in _pictures(keys)),
-        tables=(*compared, *slopes, tables.robustness_means_table(last, words)),
+        tables=(
+            *(one for one in (compared, slopes) if one.rows),
+            tables.table("robustness-means", tables.mean_accuracy(last), words),
+        ),
     )
 
 
@@ -391,11 +368,5 @@ def _diagnosis_figure(study: Study, diagnoses: Sequence[Diagnosis], runs: Sequen
     return Figure(
         caption=words.paragraph(caption),
         groups=(PanelGroup(panels, legend=keys), *([strategies] if strategies else [])),
-        tables=(tables.diagnosis_table(diagnoses, words), *([reasons] if reasons else [])),
+        tables=(tables.table("layers", diagnosis.layer_rows(diagnoses), words), *([reasons] if reasons else [])),
     )
-
-
-def _arm_keys(study: Study, present: set[str]) -> list[SeriesKey]:
-    """Return the keys of the pretrained model (neutral) and of the arms present, so that an arm keeps its colour."""
-    neutral = [SeriesKey(PRETRAINED, 0)] if PRETRAINED in present else []
-    return neutral + [SeriesKey(arm, n) for n, arm in enumerate(study.config.arms, start=1) if arm in present]

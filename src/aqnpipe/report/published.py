@@ -6,7 +6,7 @@ import polars as pl
 
 from aqnpipe.artifacts.published import CheckedAccuracy, CheckedClaim, PublishedCheck
 from aqnpipe.report import numbers
-from aqnpipe.report.tables import Table, table_of
+from aqnpipe.report.tables import Table, table
 from aqnpipe.report.words import Words
 
 Means = Mapping[tuple[str, float], float]
@@ -19,22 +19,40 @@ def means_of(last: pl.DataFrame) -> Means:
     return {(row["arm"], row["noise_level"]): row["accuracy"] for row in means.iter_rows(named=True)}
 
 
-def published_accuracies(check: PublishedCheck, means: Means, words: Words) -> Table:
-    """Return every published accuracy, whether it is possible, and what a study measured for the same arm."""
-    rows = (
-        vars(accuracy)
+def published_tables(check: PublishedCheck, words: Words, means: Means) -> tuple[Table, ...]:
+    """Return the published claims tested again, with sentences, then accuracies, series and losses.
+
+    means: what a study measured for the same arms; none: the table of accuracies has no column for it.
+    """
+    claims = [
+        vars(claim)
         | {
-            "measured_here": _measured(check, accuracy, means),
-            "possible": possibility(accuracy, words),
-            "alert": not accuracy.possible,
+            "claim": words.own(claim.claim, claim.claim_zh).text,
+            "difference": _amount(claim, claim.difference),
+            "interval": _interval(claim, words),
+            "in_words": words.paragraph(
+                [words.all_of(claim.statements), words("published.method", method=claim.method)]
+            ),
         }
-        for accuracy in check.accuracies
+        for claim in check.claims
+    ]
+    accuracies = (
+        vars(one)
+        | {
+            "measured_here": _measured(check, one, means),
+            "possible": possibility(one, words),
+            "alert": not one.possible,
+        }
+        for one in check.accuracies
     )
-    measured = "measured_here:points" if means else ""
-    columns = (
-        f"figure=label published=printed questions=num_questions:count interval=ci:spans_points {measured} possible"
+    without = () if means else ("measured_here",)
+    return (
+        table("published-claims", (row | {"alert": row["verdict"] == "invalid"} for row in claims), words),
+        table("published-sentences", claims, words),
+        table("published-accuracies", accuracies, words, without=without),
+        table("published-series", (vars(one) | {"alert": one.identical} for one in check.series), words),
+        table("published-losses", (vars(one) | {"alert": one.above_uniform} for one in check.losses), words),
     )
-    return table_of("published-accuracies", words("published.accuracies"), rows, columns, words)
 
 
 def possibility(accuracy: CheckedAccuracy, words: Words) -> str:
@@ -46,75 +64,10 @@ def possibility(accuracy: CheckedAccuracy, words: Words) -> str:
     return words("published.impossible", below=below, above=above, sizes=sizes)
 
 
-def published_claims(check: PublishedCheck, words: Words) -> Table:
-    """Return every published claim, tested again from the printed figures alone."""
-    rows = (
-        vars(claim)
-        | {
-            "claim": words.own(claim.claim, claim.claim_zh).text,
-            "difference": _amount(claim, claim.difference),
-            "interval": _interval(claim, words),
-            "alert": claim.verdict == "invalid",
-        }
-        for claim in check.claims
-    )
-    columns = (
-        "claim verdict:verdict. difference_in_unit=difference interval p=p_value:p_value p_holm:p_value "
-        "p_run_to_run:p_value"
-    )
-    return table_of("published-claims", words("published.claims"), rows, columns, words, num_text_columns=2)
-
-
-def published_sentences(check: PublishedCheck, words: Words) -> Table:
-    """Return what the printed figures show about every published claim, in words, with the method."""
-    rows = (
-        {"claim": words.own(claim.claim, claim.claim_zh).text, "in_words": _sentence(claim, words)}
-        for claim in check.claims
-    )
-    caption = words("published.sentences")
-    return table_of("published-sentences", caption, rows, "claim in_words", words, num_text_columns=2)
-
-
-def _sentence(claim: CheckedClaim, words: Words) -> str:
-    return words.paragraph([words.all_of(claim.statements), words("published.method", method=claim.method)])
-
-
-def published_series(check: PublishedCheck, words: Words) -> Table:
-    """Return published accuracies of one checkpoint over noise levels; equal values at every level are a red flag."""
-    rows = (
-        vars(series)
-        | {
-            "published": " / ".join(series.printed),
-            "identical": words("published.identical" if series.identical else "published.not_identical"),
-            "alert": series.identical,
-        }
-        for series in check.series
-    )
-    columns = "figure=label published identical same_p=p_value:p_value"
-    return table_of("published-series", words("published.series"), rows, columns, words)
-
-
-def published_losses(check: PublishedCheck, words: Words) -> Table:
-    """Return published losses against uniform guessing."""
-    rows = (
-        vars(loss)
-        | {
-            "uniform": None if loss.uniform is None else f"{loss.uniform:.2f}",
-            "against_uniform": words("published.worse" if loss.above_uniform else "published.better"),
-            "alert": loss.above_uniform,
-        }
-        for loss in check.losses
-    )
-    columns = "figure=label loss=mean:.4f loss_std=std:.4f runs=num_runs uniform against_uniform"
-    return table_of("published-losses", words("published.losses"), rows, columns, words)
-
-
 def published_detectable(check: PublishedCheck, words: Words) -> Table:
     """Return the smallest detectable differences at the given sample sizes, and where others stated different ones."""
     rows = (vars(size) | {"remark": words.all_of(size.deviations)} for size in check.detectable)
-    columns = "questions=num_questions:count discordant=discordant_fraction:points asymptotic:points_2 remark"
-    caption = words("published.detectable", power=check.power)
-    return table_of("published-detectable", caption, rows, columns, words)
+    return table("published-detectable", rows, words, power=check.power)
 
 
 def side_by_side(check: PublishedCheck, last: pl.DataFrame) -> pl.DataFrame:

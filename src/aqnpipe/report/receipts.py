@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, get_args
 
@@ -22,16 +23,12 @@ from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.table import Row
 from aqnpipe.report import numbers, tables
 from aqnpipe.report.inputs import Evaluated, ReportData, Run
-from aqnpipe.report.tables import Part, RunLink, Table, table_of
+from aqnpipe.report.tables import Part, RunLink, Table, table
 from aqnpipe.report.words import Words
 from aqnpipe.statistics.continuous import scale_standard_error
 
 _SCALED_KINDS = frozenset(kind.model_fields["kind"].default for kind in (*get_args(ScaledError), MeasuredError))
 """Error models whose measured size should equal the requested one; the others round, within a bound."""
-
-
-_NOISE_COLUMNS = "noise_requested noise_measured off_by sampling_error elements:count"
-_PROVENANCE_COLUMNS = "record device code inputs"
 
 
 MAX_RUNS = 60
@@ -80,9 +77,8 @@ def _left_out(runs: Sequence[Run], words: Words) -> list[Part]:
 def run_overview(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
     """Return one row per run: operator noise and AQN, requested and measured."""
     rows = (_overview_row(run, words, run_link) for run in runs)
-    columns = f"run receipt:receipts.state. {_NOISE_COLUMNS} syncs sigma_requested sigma_ratio restored"
     lost = _lost_text([(_name(run, words), run.receipt.cells) for run in runs], words)
-    return table_of("receipts", words("receipts.runs"), rows, columns, words, num_text_columns=2, note=lost)
+    return replace(table("receipts", rows, words), note=lost)
 
 
 def evaluation_overview(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
@@ -92,9 +88,7 @@ def evaluation_overview(evaluations: Sequence[Evaluated], words: Words, run_link
         (_checkpoint(evaluated, words), [cell for each in evaluated.receipts.passes for cell in each.receipt.cells])
         for evaluated in evaluations
     ]
-    columns, lost = f"checkpoint receipt:receipts.state. {_NOISE_COLUMNS}", _lost_text(cells_of, words)
-    caption = words("receipts.evaluations")
-    return table_of("evaluation-receipts", caption, rows, columns, words, num_text_columns=2, note=lost)
+    return replace(table("evaluation-receipts", rows, words), note=_lost_text(cells_of, words))
 
 
 def _lost_text(cells_of: Sequence[tuple[str, Sequence[Row]]], words: Words) -> str:
@@ -159,9 +153,7 @@ def _overview_row(run: Run, words: Words, run_link: RunLink) -> dict[str, Any]:
 
 def phase_table(receipt: Receipt, words: Words) -> Table:
     """Return requested and measured noise by phase."""
-    rows = (_phase_row(receipt, record, words) for record in receipt.phases)
-    columns = f"phase {_NOISE_COLUMNS} noised_calls:count noised_share:points recomputed_numbers reference_check"
-    return table_of("phases", words("receipts.phases"), rows, columns, words)
+    return table("phases", (_phase_row(receipt, record, words) for record in receipt.phases), words)
 
 
 def _phase_row(receipt: Receipt, record: Row, words: Words) -> dict[str, Any]:
@@ -172,10 +164,10 @@ def _phase_row(receipt: Receipt, record: Row, words: Words) -> dict[str, Any]:
     unrequested = not requested and bool(record.calls)
     found = bool(record.escaped) or bool(record.contradictions)
     return {
-        "phase": record.phase.replace("_", " "),
+        "phase": record.phase,
         "noise_requested": _requested_text(requested, words),
         **_measured(measured, [], words),
-        "noised_calls": record.calls,
+        "calls": record.calls,
         "noised_share": record.noised_share,
         "recomputed_numbers": _recomputed_text(record, words),
         "reference_check": reference_check if record.compared else None,
@@ -236,8 +228,8 @@ def _measured(cells: Sequence[Row], compared: Sequence[Receipt], words: Words) -
     exact = [cell for cell in measured if cell.kind in _SCALED_KINDS and cell.requested]
     return {
         "noise_measured": ", ".join(sizes),
-        "off_by": numbers.signed(100 * (_root_mean_square(exact, relative=True) - 1), 2) if exact else None,
-        "sampling_error": f"{100 * scale_standard_error(elements):.2f}",
+        "off_by": 100 * (_root_mean_square(exact, relative=True) - 1) if exact else None,
+        "sampling_error": 100 * scale_standard_error(elements),
         "elements": elements,
     }
 
@@ -298,8 +290,8 @@ def provenance_parts(study: Study, data: ReportData, words: Words, run_link: Run
     """Yield the section on provenance: runs, evaluations, versions and the study itself."""
     yield Part("caption", words("provenance.caption"))
     yield Part("captioned", run_table(data.runs, words, run_link))
-    for table in (evaluation_table(data.evaluations, words, run_link), version_table(data, words)):
-        yield Part("folded", (Part("table", table),), table.caption)
+    for other in (evaluation_table(data.evaluations, words, run_link), version_table(data, words)):
+        yield Part("folded", (Part("table", other),), other.caption)
     shown, all_arms = min(MAX_ARMS_IN_STUDY, len(study.arms)), len(study.arms)
     cut = [Part("caption", words("provenance.arms_left_out", shown=shown, all=all_arms))] if shown < all_arms else []
     yield Part("folded", (*cut, Part("code", study_text(study))), words("provenance.study"))
@@ -308,8 +300,7 @@ def provenance_parts(study: Study, data: ReportData, words: Words, run_link: Run
 def run_table(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
     """Return one row per training run."""
     rows = (_provenance(run, words) | {"anchor": run_link(run.model, run.arm, run.seed)} for run in runs)
-    caption = words("provenance.runs")
-    return table_of("provenance-runs", caption, rows, _PROVENANCE_COLUMNS, words, num_text_columns=4)
+    return table("provenance-runs", rows, words)
 
 
 def evaluation_table(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
@@ -321,8 +312,7 @@ def evaluation_table(evaluations: Sequence[Evaluated], words: Words, run_link: R
         if shards > 1:
             row["device"] = words("provenance.shards", device=row["device"], shards=shards)
         rows.append(row)
-    caption = words("provenance.evaluations")
-    return table_of("provenance-evaluations", caption, rows, _PROVENANCE_COLUMNS, words, num_text_columns=4)
+    return table("provenance-evaluations", rows, words)
 
 
 def version_table(data: ReportData, words: Words) -> Table:
@@ -333,7 +323,7 @@ def version_table(data: ReportData, words: Words) -> Table:
         {"library": name, "version": ", ".join(sorted({record.versions.get(name, unknown) for record in records}))}
         for name in sorted({name for record in records for name in record.versions})
     )
-    return table_of("versions", words("provenance.versions"), rows, "library version", words, num_text_columns=2)
+    return table("versions", rows, words)
 
 
 def study_text(study: Study) -> str:

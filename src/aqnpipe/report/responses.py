@@ -288,18 +288,8 @@ class ResponsePages:
         heading = words("view.questions", count=len(table))
         listed = _listed(heading, (words("column.id"), words("column.question")), rows, more)
         levels = {str(level): words.level(level) for level in self._responses.levels}
-        claims = self._claims() if start == 0 else []
+        claims = self._responses.claims if start == 0 else ()
         return self._render(words("view.title"), listed=listed, claims=claims, arms=self._responses.arms, levels=levels)
-
-    def _claims(self) -> list[dict[str, str]]:
-        return [
-            {
-                "verdict": claim.verdict,
-                "text": claim_text(claim, self._words),
-                "link": f"/claim/{quote(claim.comparison_id, safe='')}" if claim.seeds else "",
-            }
-            for claim in self._responses.claims
-        ]
 
     def _found(self, text: str, start: int) -> str:
         words = self._words
@@ -334,53 +324,22 @@ class ResponsePages:
         left_out = 0 if chosen else max(len(arms) - ARMS_AT_FIRST, 0)
         chosen = arms[:ARMS_AT_FIRST] if left_out else chosen
         table = self._responses.of_question(question_id, chosen)
+        by_level = table.sort("noise_level", maintain_order=True).partition_by("noise_level", maintain_order=True)
         text = self._responses.questions.filter(pl.col("question_id") == question_id).to_dicts()
-        first = table.row(0, named=True)
         asked = {
             "id": question_id,
             "question": text[0]["question"] if text else "",
             "gold": text[0]["gold_answer"] if text else numbers.MISSING,
             "arms": [{"name": arm, "shown": not chosen or arm in chosen} for arm in arms],
             "limited": words("view.first_arms", shown=ARMS_AT_FIRST, all=len(arms)) if left_out else "",
-            "reference": words("run.name", arm=first["arm"], seed=first["seed"]),
-            "levels": [
-                self._level(level, table.filter(pl.col("noise_level") == level))
-                for level in sorted(table["noise_level"].unique().to_list())
-            ],
+            "first": table.row(0, named=True),
+            "levels": [_level(rows, words) for rows in by_level],
         }
         return self._render(words("view.question", question=question_id), asked=asked)
 
-    def _level(self, level: float, rows: pl.DataFrame) -> dict[str, Any]:
-        words, found = self._words, rows.to_dicts()
-        several = rows["noise_seed"].n_unique() > 1 or rows["sample"].n_unique() > 1
-        return {
-            "heading": at_noise(level, words),
-            "responses": [self._response(row, found[0]["response"], several) for row in found],
-        }
-
-    def _response(self, row: dict[str, Any], reference: str, several: bool) -> dict[str, Any]:
-        words = self._words
-        name = words("run.name", arm=row["arm"], seed=row["seed"])
-        return {
-            "name": name
-            if not several
-            else words("view.pass", run=name, noise_seed=row["noise_seed"], sample=row["sample"]),
-            "correct": row[f"correct_{self._scorer}"],
-            "cut": row["finish_reason"] == "length",
-            "text": differing(row["response"], reference),
-            "answers": [
-                {
-                    "scorer": self._responses.name_of(scorer),
-                    "text": row[f"answer_{scorer}"] or numbers.MISSING,
-                    "correct": row[f"correct_{scorer}"],
-                }
-                for scorer in self._responses.scorers
-            ],
-        }
-
     def _row(self, name: str, question: str, cells: list[str], arms: Sequence[str] = ()) -> dict[str, Any]:
         query = f"?{urlencode([('arm', arm) for arm in dict.fromkeys(arms)])}" if arms else ""
-        return {"link": f"/question/{quote(name, safe='')}{query}", "name": name, "question": question, "cells": cells}
+        return {"link": _address("question", name) + query, "name": name, "question": question, "cells": cells}
 
     def _render(self, title: str, **content: Any) -> str:
         empty: dict[str, Any] = {"message": "", "query": "", "claims": [], "arms": [], "listed": None, "asked": None}
@@ -391,8 +350,23 @@ class ResponsePages:
             title=title,
             folder=str(self._responses.results),
             symbols=VERDICT_SYMBOLS,
+            text_of=lambda claim: claim_text(claim, self._words),
+            address=_address,
+            differing=differing,
+            scorer=self._scorer,
+            scorers={scorer: self._responses.name_of(scorer) for scorer in self._responses.scorers},
             has_report=(self._responses.results / "report.html").is_file(),
         )
+
+
+def _level(rows: pl.DataFrame, words: Words) -> dict[str, Any]:
+    """Return the responses at one noise level, and whether an arm and seed has several."""
+    several = rows["noise_seed"].n_unique() > 1 or rows["sample"].n_unique() > 1
+    return {"heading": at_noise(rows["noise_level"][0], words), "responses": rows.to_dicts(), "several": several}
+
+
+def _address(page: str, name: str) -> str:
+    return f"/{page}/{quote(name, safe='')}"
 
 
 def _listed(heading: str, headers: Sequence[str], rows: list[dict[str, Any]], more: str = "") -> dict[str, Any]:

@@ -1,18 +1,23 @@
 """Tables of the report with cells of plain text; the template only lays them out."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from typing import Any, Literal
 
 import polars as pl
+import yaml
 
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
-from aqnpipe.data.scoring import NUMBER_SCORERS
 from aqnpipe.report import numbers
-from aqnpipe.report.inputs import Diagnosis, Run
+from aqnpipe.report.inputs import Run
 from aqnpipe.report.words import Words
 from aqnpipe.statistics.seed_blocks import GUARD_LEVEL, LARGEST_SEED_SD, PRIOR_FREEDOM, PRIOR_FREEDOM_OF_TWO
+
+Rows = pl.DataFrame | Iterable[object]
+"""A frame, mappings, or records whose fields are the columns."""
 
 MAX_CURVE_CELLS = 4000
 MAX_CURVE_ROWS = 60
@@ -122,10 +127,48 @@ RunLink = Callable[[str, str, int], str]
 """(model, arm, seed) -> anchor of the run that a number comes from."""
 
 
+def table(
+    name: str,
+    rows: Rows,
+    words: Words,
+    *,
+    of: str = "",
+    without: Collection[str] = (),
+    max_rows: int = MAX_ROWS_ON_PAGE,
+    **values: object,
+) -> Table:
+    """Return the table `name` of `templates/tables.yaml`, where its columns, caption and note are.
+
+    of: what single one it is of several such tables, the end of its name. without: keys of columns to leave out.
+    values: of the placeholders of caption and note.
+    """
+    found = specifications()[name]
+    columns = found["columns"].split()
+    kept = [column for column in columns if _parts(column)[0] not in without]
+    return table_of(
+        f"{name}-{of}" if of else name,
+        words(found["caption"], **values),
+        rows,
+        " ".join(kept),
+        words,
+        num_text_columns=sum(column in kept for column in columns[: found.get("text", 1)]),
+        note=words(found["note"], **values) if "note" in found else "",
+        max_rows=max_rows,
+    )
+
+
+@cache
+def specifications() -> dict[str, dict[str, Any]]:
+    """Return the columns, the keys of caption and note, and the number of columns of text of every table."""
+    text = (resources.files("aqnpipe.report") / "templates" / "tables.yaml").read_text(encoding="utf-8")
+    content: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return content
+
+
 def table_of(
     name: str,
     caption: str,
-    rows: pl.DataFrame | Iterable[Mapping[str, Any]],
+    rows: Rows,
     columns: str,
     words: Words,
     *,
@@ -139,11 +182,11 @@ def table_of(
     `_cell`. Without a field it is the key, without a form the text of the value. The fields alert, link and anchor
     of a row, if there are any, are those of `Row`.
     """
-    parts = []
-    for column in columns.split():
-        named, _, form = column.partition(":")
-        key, _, name_of_field = named.partition("=")
-        parts.append((key, name_of_field or key, form))
+    parts = [_parts(column) for column in columns.split()]
+    mappings = (
+        row if isinstance(row, Mapping) else vars(row)
+        for row in (rows.iter_rows(named=True) if isinstance(rows, pl.DataFrame) else rows)
+    )
     shown = tuple(
         Row(
             tuple(_cell(row, name_of_field, form, words) for _, name_of_field, form in parts),
@@ -151,47 +194,58 @@ def table_of(
             row.get("link") or "",
             row.get("anchor") or "",
         )
-        for row in (rows.iter_rows(named=True) if isinstance(rows, pl.DataFrame) else rows)
+        for row in mappings
     )
     headers = tuple(words(f"column.{key}") for key, _, _ in parts)
     return Table(name, caption, headers, shown, num_text_columns, note, max_rows)
 
 
+def _parts(column: str) -> tuple[str, str, str]:
+    """Return the key of the header, the field and the form of a column."""
+    named, _, form = column.partition(":")
+    key, _, name_of_field = named.partition("=")
+    return key, name_of_field or key, form
+
+
 def _cell(row: Mapping[str, Any], field: str, form: str, words: Words) -> str:
     """Return a value as text, in a form of `numbers.formatted`; a missing value is a dash.
 
-    Besides: `level`, which may have a name; the beginning of a key of the catalogue, such as `verdict.`; and `spans_`
-    with another form, for the interval of the fields `{field}_low` and `{field}_high`.
+    Besides: `level`, which may have a name; the beginning of a key of the catalogue, such as `verdict.`, whose end is
+    the value, or yes or no; `list` and `slashes` for several values; and, with another form, `spans_` for the interval
+    of the fields `{field}_low` and `{field}_high`, or `ranges_` for the value with them as its range.
     """
-    if form.startswith("spans_"):
-        end = form.removeprefix("spans_")
+    kind, _, end = form.partition("_")
+    if kind == "spans":
         return words.span(row[f"{field}_low"], row[f"{field}_high"], lambda value: numbers.formatted(value, end))
     value = row[field]
-    if value is None or value == "":
+    if kind == "ranges":
+        return ranged(value, row[f"{field}_low"], row[f"{field}_high"], end, words)
+    if value in (None, "", ()):
         return numbers.MISSING
-    if form == "level":
-        return words.level(value)
-    key = f"{form}{value}"
-    return words(key) if form.endswith(".") else numbers.formatted(value, form) if form else str(value)
+    if form.endswith("."):
+        key = form + (("yes" if value else "no") if isinstance(value, bool) else value)
+        return words(key)
+    match form:
+        case "":
+            return str(value)
+        case "level":
+            return words.level(value)
+        case "list":
+            return ", ".join(map(str, value))
+        case "slashes":
+            return " / ".join(map(str, value))
+        case _:
+            return numbers.formatted(value, form)
 
 
-def accuracy_table(accuracy: pl.DataFrame, scorer: str, words: Words, run_link: RunLink) -> Table:
-    """Return the accuracy of every checkpoint at every level; `scorer` is the study's, named below the table.
-
-    The columns by scorers of numbers are left out where the study's is none of them: it grades answers of another kind.
-    """
-    by_number = "strict=accuracy_strict:points last_number=accuracy_last_number:points"
-    return table_of(
-        "accuracy",
-        words("accuracy.table"),
-        (row | {"link": run_link(row["model"], row["arm"], row["seed"])} for row in accuracy.iter_rows(named=True)),
-        "arm seed step noise=noise_level:level accuracy:points interval=ci:spans_points "
-        f"{by_number if scorer in NUMBER_SCORERS else ''} truncated=truncated_fraction:points "
-        "no_answer=parse_failure_fraction:points questions=num_questions:count noise_seeds=num_noise_seeds "
-        "samples=num_samples",
-        words,
-        note=words("accuracy.graded_by", scorer=scorer),
-    )
+def ranged(value: float | None, low: float | None, high: float | None, form: str, words: Words) -> str:
+    """Return a value with its range: 70.5 (69.8 to 71.2); alone where it has no range, a dash where it is missing."""
+    if value is None:
+        return numbers.MISSING
+    middle = numbers.formatted(value, form)
+    if low is None or high is None:
+        return middle
+    return f"{middle} ({words.span(low, high, lambda end: numbers.formatted(end, form))})"
 
 
 def mean_accuracy(last: pl.DataFrame) -> pl.DataFrame:
@@ -209,60 +263,23 @@ def mean_accuracy(last: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def robustness_means_table(last: pl.DataFrame, words: Words) -> Table:
-    """Return the accuracy of every arm at every level, over its seeds."""
-    columns = (
-        "arm noise=noise_level:level mean:points lowest:points highest:points truncated=truncated_fraction:points "
-        "no_answer=parse_failure_fraction:points seeds=num_seeds"
-    )
-    return table_of("robustness-means", words("robustness.means"), mean_accuracy(last), columns, words)
-
-
-def robustness_table(robustness: pl.DataFrame, level: float, words: Words) -> Table:
-    """Return the slope over noise, by arm."""
-    columns = (
-        "arm slope:signed_points interval=slope_ci:spans_signed_points slope_p:p_value "
-        "levels=num_levels seeds=num_seeds problem"
-    )
-    note = words("robustness.note", level=level)
-    return table_of("robustness", words("robustness.table"), robustness, columns, words, note=note)
-
-
-def difference_table(differences: pl.DataFrame, level: float, words: Words) -> Table:
-    """Return every arm minus the reference arm at every level, with intervals at `level`."""
-    columns = (
-        "arm reference noise=noise_level:level difference:signed_points interval=ci:spans_signed_points "
-        "seeds=num_seeds questions=num_questions:count problem"
-    )
-    caption, note = words("robustness.difference_table"), words("robustness.difference_note", level=level)
-    return table_of("differences", caption, differences, columns, words, num_text_columns=2, note=note)
-
-
-def comparison_table(comparisons: pl.DataFrame, words: Words) -> Table:
-    """Return all comparisons with the numbers behind their verdicts."""
-    rows = (
-        row | {"test": _test(row, words), "alert": row["verdict"] == "invalid"}
-        for row in comparisons.iter_rows(named=True)
-    )
-    columns = (
-        "comparison=comparison_id verdict:verdict. test treatment=treatment_accuracy:points "
-        "control=control_accuracy:points difference:signed_points interval=ci:spans_signed_points p=p_value:p_value "
-        "p_holm:p_value detectable=minimum_detectable_difference:points seeds=num_seeds questions=num_questions:count"
-    )
-    return table_of("comparisons", words("comparisons.table"), rows, columns, words, num_text_columns=3)
-
-
-def comparison_checks(comparisons: pl.DataFrame, words: Words) -> Table:
-    """Return other analyses of the comparisons and the sizes needed; a note below the table lists the methods."""
+def comparison_tables(comparisons: pl.DataFrame, words: Words) -> tuple[Table, Table]:
+    """Return all comparisons with the numbers behind their verdicts, and other analyses with the sizes needed."""
     methods = list(dict.fromkeys(comparisons["method"]))
-    rows = (row | {"method": methods.index(row["method"]) + 1} for row in comparisons.iter_rows(named=True))
-    columns = (
-        "comparison=comparison_id family p_looks:p_value p_equivalence:p_value p_equivalence_holm:p_value "
-        "seeds_needed:count questions_needed:count interval_level:level method"
-    )
+    rows = [
+        row
+        | {
+            "test": _test(row, words),
+            "alert": row["verdict"] == "invalid",
+            "method": methods.index(row["method"]) + 1,
+        }
+        for row in comparisons.iter_rows(named=True)
+    ]
     texts = [f"{number}: {analysis_text(method, words)}" for number, method in enumerate(methods, start=1)]
-    note = words("comparisons.methods", methods=words("list.separator").join(texts)) if texts else ""
-    return table_of("checks", words("comparisons.checks"), rows, columns, words, num_text_columns=2, note=note)
+    checks = [row | {"alert": False} for row in rows]
+    return table("comparisons", rows, words), table(
+        "checks", checks, words, methods=words("list.separator").join(texts)
+    )
 
 
 def analysis_text(method: str, words: Words) -> str:
@@ -294,27 +311,6 @@ def curve_tables(runs: Sequence[Run], words: Words) -> tuple[Table, ...]:
     if len(runs) > MAX_CURVE_COLUMNS:
         return ()
     return tuple(_curve_table(runs, name, words) for name in names)
-
-
-def diagnosis_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table:
-    """Return layer metrics and sigmas of every machine."""
-    rows = (
-        row
-        | {
-            "machine": diagnosis.machine,
-            "sigma": diagnosis.sigmas.aqn.layer_sigmas.get(row["layer"]),
-            "role": row["role"].replace("_", " "),
-            "why": diagnosis.sigmas.reasons.get(row["layer"]),
-        }
-        for diagnosis in diagnoses
-        for row in diagnosis.layers.iter_rows(named=True)
-    )
-    columns = (
-        "machine layer instability:metric jump_z=instability_jump_z:metric gain:metric gain_z:metric kurtosis:metric "
-        "drop_z=log_kurtosis_drop_z:metric zeros=zero_share:metric at_maximum=values_at_maximum:metric pile_up:metric "
-        "sensitivity:metric sigma:scale role why"
-    )
-    return table_of("layers", words("diagnosis.table"), rows, columns, words)
 
 
 def _curve_table(runs: Sequence[Run], column: str, words: Words) -> Table:
@@ -363,7 +359,10 @@ def arm_table(study: Study, last: pl.DataFrame, words: Words) -> ArmTable:
     """Return every arm of the study, the pretrained models first; `last`: the accuracies of the last steps."""
     means = mean_accuracy(last)
     levels = sorted(means["noise_level"].unique().to_list())
-    found = {(row["model"], row["arm"], row["noise_level"]): row for row in means.iter_rows(named=True)}
+    several = pl.col("num_seeds") > 1
+    ends = (pl.when(several).then(pl.col(name)).alias(name) for name in ("lowest", "highest"))
+    columns = means.select("model", "arm", "noise_level", "mean", *ends)
+    found = {(row[0], row[1], row[2]): (row[3], row[4], row[5]) for row in columns.iter_rows()}
     models = list(dict.fromkeys([arm.model for arm in study.arms.values()] + means["model"].to_list()))
     present = {key[:2] for key in found}
     pairs = [
@@ -385,7 +384,9 @@ def arm_table(study: Study, last: pl.DataFrame, words: Words) -> ArmTable:
                 "description": text.text if text else words("arm.pretrained"),
                 "untranslated": text is not None and text.untranslated,
                 "control_of": (study.arms[name].aa_control_of or "") if is_arm else "",
-                "cells": tuple(_accuracy_cell(found.get((model, name, level)), words) for level in levels),
+                "cells": tuple(
+                    ranged(*found.get((model, name, level), (None, None, None)), "points", words) for level in levels
+                ),
             }
         )
     if study.has_training:
@@ -393,13 +394,3 @@ def arm_table(study: Study, last: pl.DataFrame, words: Words) -> ArmTable:
     else:  # Given checkpoints have neither steps nor seeds.
         title, caption, head = words("arms.checkpoints"), words("summary.checkpoints"), words("column.checkpoint")
     return ArmTable(title, caption, head, tuple(words.level(level) for level in levels), tuple(rows), len(models) > 1)
-
-
-def _accuracy_cell(row: Mapping[str, float] | None, words: Words) -> str:
-    """Return a mean with its range: 70.5 (69.8 to 71.2)."""
-    if row is None:
-        return numbers.MISSING
-    mean = numbers.percent(row["mean"])
-    if row["num_seeds"] == 1:
-        return mean
-    return f"{mean} ({words.span(row['lowest'], row['highest'], numbers.percent)})"

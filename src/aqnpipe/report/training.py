@@ -2,15 +2,13 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import altair as alt
 import polars as pl
 
-from aqnpipe.report import numbers
 from aqnpipe.report.charts import (
     Panel,
     SeriesKey,
@@ -24,7 +22,7 @@ from aqnpipe.report.charts import (
 )
 from aqnpipe.report.inputs import Run
 from aqnpipe.report.markup import INK, described, small_dot
-from aqnpipe.report.tables import Table, table_of
+from aqnpipe.report.tables import Table, table
 from aqnpipe.report.words import Words
 
 METRICS = ("kl", "loss")
@@ -66,17 +64,16 @@ def leap_sentence(leap: Leap, words: Words) -> str:
         metric=words(f"metric.{leap.metric}"),
         run=words("run.name", arm=leap.arm, seed=leap.seed),
         step=leap.step,
-        value=numbers.metric(leap.value),
-        usual=numbers.metric(leap.usual),
+        value=leap.value,
+        usual=leap.usual,
     )
 
 
 def leap_sentences(found: Sequence[Leap], runs: Sequence[Run], words: Words) -> list[str]:
     """Return each of the farthest leaps with the validations around it, and how many more there are."""
-    sentences = [
-        words.paragraph([leap_sentence(leap, words), *_validations(leap, runs, words)]) for leap in found[:MAX_SHOWN]
-    ]
-    return sentences + ([words("training.more_leaps", count=len(found) - MAX_SHOWN)] if len(found) > MAX_SHOWN else [])
+    shown, more = found[:MAX_SHOWN], len(found) - MAX_SHOWN
+    sentences = [words.paragraph([leap_sentence(leap, words), *_validations(leap, runs, words)]) for leap in shown]
+    return [*sentences, *([words("training.more_leaps", count=more)] if more > 0 else [])]
 
 
 def _validations(leap: Leap, runs: Sequence[Run], words: Words) -> Iterator[str]:
@@ -98,8 +95,7 @@ def _validations(leap: Leap, runs: Sequence[Run], words: Words) -> Iterator[str]
 def leap_table(found: Sequence[Leap], words: Words) -> Table:
     """Return every leap with its neighbours' value."""
     rows = (vars(leap) | {"run": words("run.name", arm=leap.arm, seed=leap.seed)} for leap in found)
-    columns = "run metric:metric. step value:metric usual:metric"
-    return table_of("leaps", words("training.leaps"), rows, columns, words, num_text_columns=2)
+    return table("leaps", rows, words)
 
 
 def _leaps_of(run: Run, metric: str) -> Iterator[Leap]:
@@ -117,24 +113,22 @@ def _leaps_of(run: Run, metric: str) -> Iterator[Leap]:
 
 def growth_sentences(runs: Sequence[Run], words: Words) -> list[str]:
     """Return a sentence for each of the runs whose distance has grown the most, and how many more there are."""
-    grown = []
-    for run in runs:
-        growth = run.record.training.distance_growth if run.record.training else None
-        if growth is not None and growth.has_grown:
-            grown.append((growth.last_mean - growth.first_mean, run, growth))
-    grown.sort(key=lambda entry: (-entry[0], entry[1].arm, entry[1].seed))
+    growths = [(run, run.record.training.distance_growth) for run in runs if run.record.training]
+    grown = [(run, growth) for run, growth in growths if growth is not None and growth.has_grown]
+    grown.sort(key=lambda pair: (pair[1].first_mean - pair[1].last_mean, pair[0].arm, pair[0].seed))
     sentences = [
         words(
             "distance.grown",
             run=words("run.name", arm=run.arm, seed=run.seed),
-            first=numbers.metric(growth.first_mean),
-            last=numbers.metric(growth.last_mean),
+            first=growth.first_mean,
+            last=growth.last_mean,
             rollouts=growth.num_compared,
-            error=numbers.metric(growth.standard_error),
+            error=growth.standard_error,
         )
-        for _, run, growth in grown[:MAX_SHOWN]
+        for run, growth in grown[:MAX_SHOWN]
     ]
-    return sentences + ([words("distance.more_grown", count=len(grown) - MAX_SHOWN)] if len(grown) > MAX_SHOWN else [])
+    more = len(grown) - MAX_SHOWN
+    return [*sentences, *([words("distance.more_grown", count=more)] if more > 0 else [])]
 
 
 def engine_sentences(runs: Sequence[Run], words: Words) -> list[str]:
@@ -239,13 +233,13 @@ def _curves(
             .encode(x, _same(y, "value"), color=colour, description="about:N")
         )
     if (means["high"] > means["low"]).any():
-        band = base_chart(told(means, switched))
+        band = base_chart(switched(means))
         layers.append(
             band.mark_area(opacity=0.16).encode(
                 x, _same(y, "low"), alt.Y2("high:Q"), color=colour, description="about:N"
             )
         )
-    lines = base_chart(told(means, switched)).mark_line(strokeWidth=1.9)
+    lines = base_chart(switched(means)).mark_line(strokeWidth=1.9)
     layers.append(lines.encode(x, y, color=colour, strokeDash=dash, description="about:N"))
     values = _values(means, words, title, VALUES_PER_LINE // thinning[2])
     layers.append(
@@ -271,7 +265,8 @@ def _dots(metrics: pl.DataFrame, column: str, most: int) -> pl.DataFrame:
     last = int(metrics["step"].max())  # type: ignore[arg-type]
     stride = max(-(-(len(rows) // runs) // per_run), 1)
     thin = rows.filter((last - pl.col("step")) % stride == 0) if stride > 1 else rows
-    return told(thin.sort("arm", "seed", "step"), lambda row: small_dot(row["arm"]))
+    thin = thin.sort("arm", "seed", "step")
+    return thin.with_columns(about=pl.Series([small_dot(arm) for arm in thin["arm"]], dtype=pl.String))
 
 
 def _values(means: pl.DataFrame, words: Words, title: str, most: int) -> pl.DataFrame:
@@ -281,12 +276,7 @@ def _values(means: pl.DataFrame, words: Words, title: str, most: int) -> pl.Data
         stride = max(-(-len(line) // most), 1)
         parts.append(line[::-1][::stride])
 
-    def text(row: Mapping[str, Any]) -> str:
-        value, low, high = (numbers.metric(row[name]) for name in ("mean", "low", "high"))
-        about = words("mark.curve", arm=row["arm"], step=row["step"], what=title, value=value, low=low, high=high)
-        return described(row["arm"], about)
-
-    return told(pl.concat(parts), text)
+    return told(pl.concat(parts), "mark.curve", words, what=title)
 
 
 def _leap_marks(found: Sequence[Leap], metrics: pl.DataFrame, column: str, words: Words) -> pl.DataFrame | None:
@@ -304,14 +294,8 @@ def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -
     logarithmic = alt.Scale(type="log")
     decades = _decades(table["sigma_requested"])
     colour = colour_scale("arm", keys)
-    requested = base_chart(told(first_seed, switched))
-
-    def text(row: Mapping[str, Any]) -> str:
-        requested, measured = numbers.scale(row["sigma_requested"]), numbers.scale(row["sigma_measured"])
-        about = words("mark.sigma", arm=row["arm"], step=row["step"], requested=requested, measured=measured)
-        return described(row["arm"], about)
-
-    measured = base_chart(told(first_seed, text).filter(pl.col("sigma_measured") > 0))
+    requested = base_chart(switched(first_seed))
+    measured = base_chart(told(first_seed, "mark.sigma", words).filter(pl.col("sigma_measured") > 0))
     y = alt.Y("sigma_requested:Q").title(words("axis.sigma_requested")).scale(logarithmic).axis(values=decades)
     chart = alt.layer(
         requested.mark_line(strokeWidth=1.6, interpolate="step-after").encode(

@@ -59,11 +59,8 @@ def compare(
         raise DataError(f"compare: found {first.shape[1]} questions, expected at least 2")
     units = None if clusters is None else _clusters(question_ids, clusters)
     estimate = estimate_difference(first, second, clusters=units)
-    low, high = estimate.interval(level)
     return PairedDifference(
-        difference=estimate.difference,
-        ci_low=max(low, -1.0),
-        ci_high=min(high, 1.0),
+        **estimate.columns(level),
         p_value=estimate.two_sided_p(),
         level=level,
         method=estimate.method,

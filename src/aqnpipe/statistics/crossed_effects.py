@@ -56,6 +56,14 @@ class Estimate:
         half = self.varying_spread.half_width(level)
         return self.difference - half, self.difference + half
 
+    def columns(self, level: float, bound: float = 1.0) -> dict[str, float]:
+        """Return the difference and its interval at confidence `level`, within the possible values, as artifacts do.
+
+        bound: no difference is larger.
+        """
+        low, high = self.interval(level)
+        return {"difference": self.difference, "ci_low": max(low, -bound), "ci_high": min(high, bound)}
+
     def two_sided_p(self) -> float:
         """p-value against "no difference": McNemar's score test for counts, else from the spread."""
         if self.counts is not None:
