@@ -1,12 +1,12 @@
 """Sabotage in time: the noise of some steps or passes is missing, or they compute in another number format."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from hold import took_effect
-from noise_sabotages import training
+from noise_sabotages import evaluating, training
 from sabotage import Apply, of_group
 
 from aqnpipe.generation import rollout_engines
@@ -35,9 +35,13 @@ def _from_step_2(phases: tuple[str, ...]) -> Apply:
     return lambda _: mock.patch(_TRAINER, noise)
 
 
+def _clean_prompts(target: str) -> Apply:
+    """Noise begins when prompts have been read."""
+    return lambda _: _behind_prompts(target)
+
+
 @contextmanager
-def _clean_prompts(_: Any) -> Any:
-    """The noise of a rollout begins when its prompts have been read."""
+def _behind_prompts(target: str) -> Any:
     whole, waiting = _Batch.prefill, []
 
     @contextmanager
@@ -54,7 +58,7 @@ def _clean_prompts(_: Any) -> Any:
         return logits
 
     with (
-        mock.patch("aqnpipe.generation.rollout_engines.phase_noise", later),
+        mock.patch(target, later),
         mock.patch.object(_Batch, "prefill", prefill),
     ):
         yield
@@ -124,6 +128,49 @@ def _dropout_in_rollouts(_: Any) -> Any:
 
 
 @contextmanager
+def _rollouts_in_training_mode(_: Any) -> Any:
+    """The policy stays in training mode; nothing in it has a dropout rate."""
+    whole = rollout_engines.TransformersRolloutEngine.roll_out
+
+    def roll_out(self: Any, policy: Any, *args: Any) -> Any:
+        took_effect()
+        with mock.patch.object(policy, "eval", policy.train):
+            return whole(self, policy, *args)
+
+    with mock.patch.object(rollout_engines.TransformersRolloutEngine, "roll_out", roll_out):
+        yield
+
+
+def _within(phase: str, change: Apply) -> Apply:
+    """The trainer computes one phase within `change` of its model."""
+
+    @contextmanager
+    def noise(model: Any, spec: Any, now: Any, *args: Any, **settings: Any) -> Any:
+        with phase_noise(model, spec, now, *args, **settings), change(model) if now == phase else nullcontext():
+            yield
+
+    return lambda _: mock.patch(_TRAINER, noise)
+
+
+@contextmanager
+def _another_kernel(model: Any) -> Any:
+    took_effect()
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "eager" if before == "sdpa" else "sdpa"
+    yield
+    model.config._attn_implementation = before
+
+
+@contextmanager
+def _other_mode(model: Any) -> Any:
+    took_effect()
+    before = model.training
+    model.train(not before)
+    yield
+    model.train(before)
+
+
+@contextmanager
 def _precision_from_the_shell(_: Any) -> Any:
     took_effect()
     with mock.patch.dict("os.environ", {"ACCELERATE_MIXED_PRECISION": "bf16"}):
@@ -165,7 +212,7 @@ SABOTAGES = of_group(
         training(
             "prompts of rollouts read without noise",
             "the noise begins with the first new token",
-            _clean_prompts,
+            _clean_prompts("aqnpipe.generation.rollout_engines.phase_noise"),
             cause=r"rollout: 0 sequences were read from their first token on",
         ),
         training(
@@ -197,6 +244,42 @@ SABOTAGES = of_group(
             "the policy stays in training mode, with a rate",
             _dropout_in_rollouts,
             cause=r"dropout",
+        ),
+        training(
+            "rollouts in training mode",
+            "the policy is never put into evaluation mode",
+            _rollouts_in_training_mode,
+            cause=r"rollout: passes computed in training mode",
+        ),
+        training(
+            "actor in evaluation mode",
+            "its modules are told to evaluate",
+            _within("actor_forward", _other_mode),
+            cause=r"actor_forward: passes computed in evaluation mode",
+        ),
+        training(
+            "reference in training mode",
+            "its modules are told to train",
+            _within("reference", _other_mode),
+            cause=r"reference: passes computed in training mode",
+        ),
+        training(
+            "another attention kernel in the actor",
+            "the config is changed for its passes",
+            _within("actor_forward", _another_kernel),
+            cause=r"actor_forward: .* attention",
+        ),
+        training(
+            "another attention kernel in the reference",
+            "the config is changed for its passes",
+            _within("reference", _another_kernel),
+            cause=r"reference: .* attention",
+        ),
+        evaluating(
+            "prompts of an evaluation read without noise",
+            "the noise begins with the first new token",
+            _clean_prompts("aqnpipe.generation.noisy_passes.phase_noise"),
+            cause=r"evaluation: a first pass began at position",
         ),
         training(
             "mixed precision from the shell",

@@ -56,3 +56,17 @@ def test_only_the_actor_may_have_dropout():
     formats = {row.phase: row.formats for row in required_passes(spec)}
     assert formats.pop("actor_forward") == {"bfloat16", "bfloat16 with dropout"}
     assert set(map(tuple, formats.values())) == {("bfloat16",)}
+
+
+def test_the_actor_is_in_training_mode_and_so_is_the_reference_of_adapters():
+    modes = {row.phase: row.modes for row in required_passes(training_spec())}
+    assert modes.pop("actor_forward") == {"training"}
+    assert set(map(tuple, modes.values())) == {("evaluation",)}
+    adapted = required_passes(training_spec(lora={"rank": 2, "alpha": 4}))
+    assert {row.phase for row in adapted if row.modes == {"training"}} == {"actor_forward", "reference"}
+
+
+def test_generation_may_use_its_own_kernel_of_the_attention_that_is_asked_for():
+    for attention, kernels in (("sdpa", {"sdpa", "aqnpipe_grouped_sdpa"}), ("eager", {"eager"})):
+        spec = training_spec().model_copy(update={"attention": attention})
+        assert {tuple(sorted(row.attention)) for row in required_passes(spec)} == {tuple(sorted(kernels))}

@@ -26,13 +26,12 @@ from aqnpipe.errors import ModelError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.kv_cache import BufferPool, InPlaceLayer
 from aqnpipe.generation.stop_text import StopText
-from aqnpipe.models.layout import takes_positions
+from aqnpipe.models.layout import GROUPED_SDPA, takes_positions
 
 _MAX_PREFILL_TOKENS = 2048
 """Prompt tokens per forward, including padding: few enough for the cache of a CPU."""
 _MIN_PREFIX_TOKENS = 16
 """A shorter common prefix is not worth a forward of its own."""
-_NAME = "aqnpipe_grouped_sdpa"
 
 
 class TransformersBackend:
@@ -307,7 +306,7 @@ def grouped_attention(config: PreTrainedConfig) -> Iterator[None]:
     """Use grouped attention in the body for models of `config` with attention `sdpa`; leave others as they are."""
     before = config._attn_implementation
     if before == "sdpa":
-        config._attn_implementation = _NAME
+        config._attn_implementation = GROUPED_SDPA
     try:
         yield
     finally:
@@ -338,7 +337,7 @@ def _grouped_sdpa(
     return attended.reshape(rows, 1, heads, -1), None
 
 
-AttentionInterface.register(_NAME, _grouped_sdpa)
+AttentionInterface.register(GROUPED_SDPA, _grouped_sdpa)
 
 
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)

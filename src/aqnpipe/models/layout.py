@@ -21,12 +21,19 @@ _SAMPLED_VALUES = 64
 _LAYER_LISTS = ("layers", "h", "blocks")
 """Names of the list of decoder layers: of most families; of GPT-2, Falcon and BLOOM; of MPT."""
 
+GROUPED_SDPA = "aqnpipe_grouped_sdpa"
+"""The kernel of generation: sdpa whose heads share keys."""
+
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Types of decoder layers, in the words of a transformers configuration, that attend to keys and values of tokens."""
 
 _ADVICE = "use a model of another family"
 
 _LAYER_NUMBER = re.compile(rf"(?:^|\.)(?:{'|'.join(_LAYER_LISTS)})\.(\d+)\.")
+
+
+ATTENTION_KERNELS = {"sdpa": frozenset({"sdpa", GROUPED_SDPA}), "eager": frozenset({"eager"})}
+"""The kernels that compute each form of attention that a study can ask for."""
 
 
 def dropout_rates(module: nn.Module) -> Iterator[tuple[str, float]]:

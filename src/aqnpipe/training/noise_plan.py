@@ -11,7 +11,7 @@ from aqnpipe.config.noise import TRAINING_PHASES, NoiseSpec, Phase
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError
-from aqnpipe.models.layout import decoder_layers, num_rms_norms
+from aqnpipe.models.layout import ATTENTION_KERNELS, decoder_layers, num_rms_norms
 from aqnpipe.noise.aqn import target_factors
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -113,7 +113,8 @@ def required_passes(spec: TrainingSpec) -> tuple[Row, ...]:
 
     A rollout, and with a KL term the reference, read every sequence of a batch once, and so does the actor for the old
     log-probabilities, where several steps learn from one batch or a correction compares the sampler with them. In every
-    step the actor is trained on the sequences of that step, and may have dropout. A validation reads any number.
+    step the actor is trained on the sequences of that step, and may have dropout. A validation reads any number. The
+    reference of adapters is the policy, in training mode like the actor.
     """
     training, num_format, steps = spec.training, spec.dtype, range(spec.num_steps)
     batches = range(0, spec.num_steps, training.steps_per_rollout)
@@ -123,10 +124,16 @@ def required_passes(spec: TrainingSpec) -> tuple[Row, ...]:
     scores_old = training.steps_per_rollout > 1 or spec.arm.importance_sampling is not None
     reads: tuple[Phase, ...] = ("rollout", "reference") if training.kl_coefficient else ("rollout",)
 
+    in_training: set[Phase] = {"actor_forward", "reference"} if training.lora else {"actor_forward"}
+
     def row(phase: Phase, step: int, sequences: int | None, **columns: Any) -> Row:
-        return Row(
-            phase, step, sequences=sequences, **{"passes": int(bool(sequences)), "formats": {num_format}, **columns}
-        )
+        stated = {
+            "passes": int(bool(sequences)),
+            "formats": {num_format},
+            "modes": {"training" if phase in in_training else "evaluation"},
+            "attention": set(ATTENTION_KERNELS[spec.attention]),
+        }
+        return Row(phase, step, sequences=sequences, **stated | columns)
 
     trained = {"trained_sequences": of_step, "formats": {num_format, f"{num_format} with dropout"}}
     return (

@@ -54,6 +54,22 @@ def test_a_pass_behind_a_cache_begins_none(one_pass):
         assert one_pass.row().sequences == 0
 
 
+def test_the_first_pass_of_a_phase_says_where_it_begins(one_pass):
+    with torch.no_grad():
+        assert one_pass.row(torch.randn(3, 1, 4, 2)).largest_first_position == 0
+        assert one_pass.row().largest_first_position == 0
+        late = Pass(one_pass.observation._model)
+        late.cache = one_pass.cache
+        assert late.row().largest_first_position == 4
+
+
+def test_mode_and_kernel_are_those_of_the_moment(make_model):
+    model = make_model().eval()
+    assert (Pass(model).row().modes, Pass(model).row().attention) == ({"evaluation"}, {"eager"})
+    model.train().config._attn_implementation = "sdpa"
+    assert (Pass(model).row().modes, Pass(model).row().attention) == ({"training"}, {"sdpa"})
+
+
 def test_a_cache_of_linear_attention_begins_once(one_pass):
     """Its layers do not count tokens."""
     one_pass.cache = Cache(layers=[LinearAttentionLayer()])

@@ -8,13 +8,17 @@ from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.table import Row
 
 F, DROPOUT = {"float32"}, {"float32", "float32 with dropout"}
+STATED = {"modes": {"evaluation"}, "attention": {"eager"}}
 REQUIRED = (
-    *(Row("rollout", step, passes=read, sequences=8 * read, formats=F) for step, read in enumerate((1, 0, 1, 0))),
     *(
-        Row("actor_forward", step, passes=read, sequences=8 * read, trained_sequences=4, formats=DROPOUT)
+        Row("rollout", step, passes=read, sequences=8 * read, formats=F, **STATED)
         for step, read in enumerate((1, 0, 1, 0))
     ),
-    *(Row("validation", step, passes=int(step == 4), formats=F) for step in range(5)),
+    *(
+        Row("actor_forward", step, passes=read, sequences=8 * read, trained_sequences=4, formats=DROPOUT, **STATED)
+        for step, read in enumerate((1, 0, 1, 0))
+    ),
+    *(Row("validation", step, passes=int(step == 4), formats=F, **STATED) for step in range(5)),
 )
 NOISE = OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("rollout", "actor_forward", "backward"))
 
@@ -96,6 +100,21 @@ def test_of_a_run_that_goes_on_only_the_steps_done_are_compared():
             "rollout: passes computed in float32 with dropout, the study asks for float32, in step 0",
         ),
         (
+            ("rollout", 2),
+            {"modes": {"evaluation", "training"}},
+            "rollout: passes computed in training mode, the study asks for evaluation, in step 2",
+        ),
+        (
+            ("actor_forward", 1),
+            {"attention": {"sdpa"}},
+            "actor_forward: passes computed in sdpa attention, the study asks for eager, in step 1",
+        ),
+        (
+            ("rollout", 2),
+            {"largest_first_position": 12},
+            "rollout: a first pass began at position 12: tokens were read before the phase",
+        ),
+        (
             ("actor_forward", 1),
             {"trained_sequences": 8},
             "actor_forward: 8 sequences were trained on, the study needs 4, in step 1",
@@ -114,6 +133,13 @@ def test_a_row_that_is_missing_or_different_is_a_problem(place, changes, problem
     for name, value in changes.items():
         setattr(rows[place], name, value)
     assert problems_of(rows) == [problem]
+
+
+def test_the_modes_and_kernels_that_a_study_states_are_no_problem():
+    rows = rows_of_a_run()
+    for row in rows.values():
+        row.modes, row.attention = {"evaluation"}, {"eager"}
+    assert problems_of(rows) == []
 
 
 def test_a_rollout_in_a_step_that_needs_none_is_a_problem():

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -10,8 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
 from aqnpipe.machine.machine import NoiseKey
+from aqnpipe.noise.audit import expected_values
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.operator_checks import size_problems
+from aqnpipe.noise.kernels import error_models
+from aqnpipe.noise.receipts.operator_checks import mean_problems, size_problems
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Row
@@ -64,6 +67,57 @@ def test_a_receipt_is_shown_in_a_line_per_phase(honest):
 
 def test_a_receipt_survives_its_file(honest):
     assert Receipt.model_validate_json(honest.model_dump_json()) == honest
+
+
+@pytest.mark.parametrize(
+    ("mean", "rounding", "accepted"),
+    [
+        # Of 10,000 elements with a size of 0.05, chance explains 11.26 * 0.05 / 100 = 0.00563.
+        (0.0055, 0.0, True),
+        (-0.0055, 0.0, True),
+        (0.0058, 0.0, False),
+        (-0.0058, 0.0, False),
+        (math.nan, 0.0, False),
+        # Rounding of this size may leave a mean of 0.0003.
+        (0.0058, 0.03, True),
+        (0.0061, 0.03, False),
+    ],
+)
+def test_errors_have_no_mean_beyond_what_chance_and_rounding_explain(honest, mean, rounding, accepted):
+    count = 10_000
+    receipt = with_cell(honest, error_sum=mean * count, **ratios(0.05, rounding, count))
+    assert [problem for problem in receipt.problems() if "has a mean" in problem] == receipt.problems()
+    assert (receipt.problems() == []) is accepted
+
+
+def test_chance_alone_is_no_mean_of_errors():
+    """All elements of small tensors, drawn with replacement and seen twice, as under checkpointing."""
+    random = np.random.default_rng(0)
+    for count in (64, 256):
+        errors = 0.05 * random.standard_normal((20_000, count))
+        drawn = np.take_along_axis(errors, random.integers(0, count, (20_000, 2 * count)), axis=1)
+        for seen in drawn:
+            sums = {"error_sum": float(seen.sum()), "squares": float(np.square(seen).sum())}
+            cell = Row("rollout", error=RelativeGaussian(scale=0.05), calls=1, measured_elements=2 * count, **sums)
+            assert mean_problems([cell]) == []
+
+
+def test_a_mean_in_the_definition_of_the_noise_is_refused_though_the_audit_agrees_with_it(model, monkeypatch):
+    """Kernel and audit have the same definition: if it has a mean, each number is the expected one."""
+    kernel, expected = error_models.add_relative_gaussian_, expected_values.normals
+
+    def shifted_kernel(tensor, scale, source):
+        clean = tensor.clone()
+        return kernel(tensor, scale, source).add_(clean, alpha=0.4 * scale)
+
+    def shifted_numbers(elements, draws):
+        numbers, error = expected(elements, draws)
+        return numbers + 0.4, error
+
+    monkeypatch.setattr(error_models, "add_relative_gaussian_", shifted_kernel)
+    monkeypatch.setattr(expected_values, "normals", shifted_numbers)
+    (problem,) = receipt_of(model, forwards=24).problems()
+    assert problem.startswith("rollout: the error has a mean of 0.0")
 
 
 @pytest.mark.parametrize(

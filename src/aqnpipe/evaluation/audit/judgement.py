@@ -14,6 +14,7 @@ from aqnpipe.evaluation.audit.facts import BatchFacts, tokens_digest
 from aqnpipe.evaluation.audit.weights import combined, differing_weight
 from aqnpipe.evaluation.shards import Batch, PassResult
 from aqnpipe.generation.backend import Completion
+from aqnpipe.models.layout import ATTENTION_KERNELS
 from aqnpipe.reference.decoder import Finding
 
 UNOBSERVED = (
@@ -25,7 +26,6 @@ UNOBSERVED = (
 )
 """Facts that only transformers in this package's own processes lets the audit observe."""
 
-_ATTENTION = {"sdpa": ("sdpa", "aqnpipe_grouped_sdpa"), "eager": ("eager",)}
 _MOST_NAMED = 3
 
 
@@ -115,7 +115,7 @@ class Judge:
             yield f"the weights are in {facts.dtype}, the study requests {spec.dtype}"
         if facts.autocast:
             yield f"computed in {facts.autocast} by autocast, the study requests {spec.dtype}"
-        if facts.attention not in _ATTENTION[spec.attention]:
+        if facts.attention not in ATTENTION_KERNELS[spec.attention]:
             yield f"attention is {facts.attention}, the study requests {spec.attention}"
         if facts.training:
             yield "the model is in training mode: dropout is on"

@@ -1,4 +1,4 @@
-"""Counts and number formats of the passes of a phase, for the receipt."""
+"""Counts, number formats and modes of the passes of a phase, for the receipt."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,9 +49,13 @@ class PassObservation:
             "sequences": sequences if is_first and not has_gradients else 0,
             "trained_sequences": sequences if has_gradients else 0,
             "noised_parts": 0,
+            "modes": {"training" if self._model.training else "evaluation"},
+            "attention": {str(getattr(self._model.config, "_attn_implementation", None))},
         }
         self._num_format = ""
         self._number += 1
+        if self._number == 0 and self._cache is not None:
+            self.columns["largest_first_position"] = _tokens_in(self._cache)
 
     def leave_part(self, output: Any, *, is_noised: bool) -> None:
         """Note that a layer, or the output projection, has computed."""
@@ -104,8 +108,16 @@ def _keys(layer: Any) -> list[Tensor]:
 
 def _has_read(cache: Cache, latest: Cache | None) -> bool:
     """Return whether a cache holds tokens; one of linear attention alone, which counts none, after its first pass."""
-    counting = next((layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)), None)
-    return cache is latest if counting is None else counting.get_seq_length() > 0
+    return bool(_tokens_in(cache)) if _counting_layer(cache) else cache is latest
+
+
+def _tokens_in(cache: Cache) -> int:
+    layer = _counting_layer(cache)
+    return int(layer.get_seq_length()) if layer is not None else 0
+
+
+def _counting_layer(cache: Cache) -> CacheLayerMixin | None:
+    return next((layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)), None)
 
 
 def _spacing(num_format: str) -> float:

@@ -11,6 +11,8 @@ from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.receipts.table import Row
 
 _LISTED_STEPS = 4
+_STATED = {"formats": "", "modes": " mode", "attention": " attention"}
+"""Columns with what the study states of every pass, and the word behind their values."""
 
 
 def pass_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
@@ -32,7 +34,12 @@ def pass_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
             found.setdefault(f"backward: {backward.passes} passes, the actor's had {graphs}", []).append(step)
         elif parts.get("backward", 0) * backward.passes > (backward.noised_parts or 0):
             found.setdefault(f"backward: {_too_few_parts(backward, parts['backward'])}", []).append(step)
-    return [f"{problem}, in {_steps(steps)}" for problem, steps in found.items()]
+    late = (
+        f"{row.phase}: a first pass began at position {row.largest_first_position}: tokens were read before the phase"
+        for row in receipt.rows
+        if row.largest_first_position
+    )
+    return [*(f"{problem}, in {_steps(steps)}" for problem, steps in found.items()), *dict.fromkeys(late)]
 
 
 def places_with_gradients(receipt: ReceiptContent, phase: Phase) -> set[int]:
@@ -69,8 +76,10 @@ def _differences(needed: Row, row: Row, noised_parts: int, num_workers: int) -> 
         yield f"{row.trained_sequences} sequences were trained on, the study needs {trained}"
     if row.noised_parts is not None and row.noised_parts < noised_parts * row.passes:
         yield _too_few_parts(row, noised_parts)
-    for other in sorted(row.formats - needed.formats):
-        yield f"passes computed in {other}, the study asks for {min(needed.formats)}"
+    for column, what in _STATED.items():
+        allowed = getattr(needed, column)
+        for other in sorted(getattr(row, column) - allowed):
+            yield f"passes computed in {other}{what}, the study asks for {min(allowed, key=len)}"
 
 
 def _too_few_parts(row: Row, noised_parts: int) -> str:

@@ -38,8 +38,10 @@ class Row:
 
     - Passes, by step. `sequences` were read from their first token on without gradients, `trained_sequences` with
       gradients; None where an engine does not say. `noised_parts` counts, over all passes, the layers (and output
-      projection) with an error. `formats`: the number formats. `graph_replays`: passes that were replayed from CUDA
-      graphs, without noise, faults and audit. A required row has 1 pass where some are due.
+      projection) with an error. `formats`: the number formats; `modes`: training, evaluation; `attention`: the kernels.
+      `largest_first_position`: of the first pass of a phase, above 0 if tokens were read before. `graph_replays`:
+      passes that were replayed from CUDA graphs, without noise, faults and audit. A required row has 1 pass where some
+      are due.
     - Phases. `flops` of one forward, computed from shapes, summed over workers or batches, `noised_flops` of results
       with operator noise. `gradients`: the parts (layers, then output projection) whose inputs needed a gradient; None
       without a backward pass. `modules` with noise. `norms_checked`: how often norm weights were compared with the
@@ -72,6 +74,9 @@ class Row:
     trained_sequences: int = 0
     noised_parts: int | None = None
     formats: _Sorted[str] = field(default_factory=set)
+    modes: _Sorted[str] = field(default_factory=set)
+    attention: _Sorted[str] = field(default_factory=set)
+    largest_first_position: int = 0
     flops: int = 0
     noised_flops: int = 0
     gradients: _Sorted[int] | None = None
