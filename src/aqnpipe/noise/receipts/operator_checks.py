@@ -46,8 +46,12 @@ _FUSED_ADVICE = (
 )
 
 
-def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True) -> list[str]:
-    """Return one line per mismatch in operator and module noise; `has_ended`: every phase must have run."""
+def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True, is_share: bool = False) -> list[str]:
+    """Return one line per mismatch in operator and module noise.
+
+    `has_ended`: every phase must have run. `is_share`: the receipt is of one worker of several, and all rewards of its
+    groups may have been equal: its gradients were zero then, and only those of all workers have a size.
+    """
     return [
         *(_phases_that_did_not_run(receipt) if has_ended else []),
         *_noise_where_none_was_requested(receipt),
@@ -55,6 +59,7 @@ def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True) -> lis
         *_module_noise_missing(receipt),
         *_audit_problems(receipt),
         *_noise_of_wrong_size(receipt),
+        *([] if is_share else _noise_without_size(receipt)),
         *own_error_problems(receipt),
         *_reference_check_problems(receipt),
     ]
@@ -208,13 +213,16 @@ def _noise_of_wrong_size(receipt: ReceiptContent) -> list[str]:
             problems.append(f"{cell.where}: noised with {cell.kind} {cell.requested:g}, which was not requested")
         elif cell.phase not in contradicted:
             problems += size_problems(cell)
+    return problems
+
+
+def _noise_without_size(receipt: ReceiptContent) -> list[str]:
     without_size = [cell for cell in receipt.cells if cell.is_zero]
-    problems += [
+    return [
         f"{phase} noise has no size: all results that were recomputed are zero"
         for phase in dict.fromkeys(cell.phase for cell in without_size)
         if not any(cell.measured_elements for cell in receipt.cells if cell.phase == phase)
     ]
-    return problems
 
 
 def size_problems(cell: Row) -> list[str]:
