@@ -120,7 +120,7 @@ def test_adapters_are_merged_in_float32_and_the_merged_weights_removed(tmp_path,
     folder = checkpoint_of_adapters(tmp_path, "float32", 0.3)
     merged = run(tmp_path / "vllm", problems, "vllm", model=folder)
     applied = run(tmp_path / "transformers", problems, "transformers", model=folder)
-    assert rows(merged, 0.0).equals(rows(applied, 0.0))
+    assert rows(merged, 0.0).drop("batch").equals(rows(applied, 0.0).drop("batch"))
     assert not rows(merged, 0.0)["response"].equals(rows(on_vllm, 0.0)["response"])
     assert list(folder.parent.iterdir()) == [folder]
 

@@ -1,8 +1,14 @@
 import pytest
-from tiny_training import NOISE, run, training_spec, write_inputs
+import torch
+from tiny_training import NOISE, run, scattered_rewards, teach, training_spec, write_inputs
 
+from aqnpipe.artifacts.files import read_table
+from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.errors import NoRewardError, ReceiptError
+from aqnpipe.training.audit.scoring import ScoringAudit
 from aqnpipe.training.run import reward_correct
+
+NO_KL = {"kl_coefficient": 0.0}
 
 
 def test_reward_is_one_for_the_gold_number_after_the_marker():
@@ -35,3 +41,37 @@ def test_missing_rewards_excuse_no_other_problem_of_a_receipt(tmp_path, make_mod
     )
     with pytest.raises(ReceiptError, match="receipt refused after step 1: rollout"):
         run(training_spec(NOISE), write_inputs(tmp_path, make_model), tmp_path / "run")
+
+
+def one_group_differs(completions, **_):
+    """Return rewards of which only those of the first prompt differ."""
+    return [float(index == 0) for index in range(len(completions))]
+
+
+@pytest.fixture
+def spec():
+    """A run of two rollouts with four prompts each, whose completions four steps learn from."""
+    return training_spec(NOISE, num_steps=8, prompts_per_step=1, micro_batch_size=2, steps_per_rollout=4, **NO_KL)
+
+
+def test_a_first_step_without_an_advantage_has_no_gradient_and_is_accepted(tmp_path, make_model, monkeypatch, spec):
+    teach(monkeypatch, one_group_differs)
+    folder = run(spec, write_inputs(tmp_path, make_model), tmp_path / "run")
+    norms = read_table(folder / "metrics.parquet", TrainingMetrics)["grad_norm"].to_list()
+    assert norms[0] == 0.0
+    assert max(norms) > 0.0
+
+
+@pytest.mark.parametrize(("rewards", "step"), [(scattered_rewards, 1), (one_group_differs, 5)])
+def test_a_gradient_that_is_lost_behind_the_logits_is_refused(tmp_path, make_model, monkeypatch, spec, rewards, step):
+    teach(monkeypatch, rewards)
+    observe = ScoringAudit.observe
+
+    def observed(audit, kwargs, logits, kind, is_audited):
+        observe(audit, kwargs, logits, kind, is_audited)
+        if logits.requires_grad:
+            logits.register_hook(torch.zeros_like)
+
+    monkeypatch.setattr(ScoringAudit, "observe", observed)
+    with pytest.raises(ReceiptError, match=rf"receipt refused after step {step}: .*backward noise has no size"):
+        run(spec, write_inputs(tmp_path, make_model), tmp_path / "run")

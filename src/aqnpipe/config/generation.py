@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import ErrorModel, FakeQuantization
+from aqnpipe.config.noise import ErrorModel, FakeQuantization, is_fixed
 from aqnpipe.config.own_noise import OwnError
 
 RequestedBackend = Literal["auto", "transformers", "vllm"]
@@ -78,15 +78,19 @@ class GenerationConfig(FrozenModel):
 
 
 def is_without_vllm(error: ErrorModel) -> bool:
-    """Return whether vLLM cannot compute an error: formats of operands, measured errors and those of a user's own."""
-    return isinstance(error, FakeQuantization | MeasuredError | OwnError)
+    """Return whether vLLM cannot compute an error: formats of operands, measured errors and those of a user's own.
+
+    Nor can it be a fixed machine, because it computes attention as one operator.
+    """
+    return isinstance(error, FakeQuantization | MeasuredError | OwnError) or is_fixed(error)
 
 
 def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
     """Return the setting of `arm` that vLLM does not support in rollouts, with its value; None if there is none."""
     for key, part in (("operator_noise", arm.operator_noise), ("module_noise", arm.module_noise)):
         if part is not None and part.is_active and "rollout" in part.phases and is_without_vllm(part.error):
-            return f"{key}.error is {part.error.kind} in the rollout, expected a scaled error or a truncation"
+            kind = f"{part.error.kind} with redraw: never" if is_fixed(part.error) else part.error.kind
+            return f"{key}.error is {kind} in the rollout, expected a scaled error or a truncation"
     noise = arm.operator_noise
     if noise is None or not noise.is_active or "rollout" not in noise.phases:
         return None

@@ -40,7 +40,8 @@ NO_PRODUCTS_OF_VLLM = frozenset(
     {
         *("_C.fused_add_rms_norm", "_C.gelu_and_mul", "_C.gelu_fast", "_C.gelu_new", "_C.gelu_quick"),
         *("_C.gelu_tanh", "_C.gelu_tanh_and_mul", "_C.relu_squared", "_C.rms_norm", "_C.rotary_embedding"),
-        *("_C.shm_all_gather", "_C.silu_and_mul", "c10d._allgather_base_", "vllm.all_gather", "vllm.all_reduce"),
+        *("_C.shm_all_gather", "_C.shm_allreduce", "_C.silu_and_mul", "c10d._allgather_base_"),
+        *("vllm.all_gather", "vllm.all_reduce"),
         *("vllm.flashinfer_rotary_embedding", "vllm.unified_kv_cache_update"),
         *("vllm_ir.fused_add_rms_norm", "vllm_ir.rms_norm"),
     }

@@ -231,3 +231,20 @@ def test_a_worker_that_missed_a_sync_is_refused(measurements_of):
         return {"weight_syncs": state.weight_syncs[:-1]}
 
     assert "worker 1 of 2: AQN: 1 weight syncs, worker 0 had 2" in refusal(measurements_of, "norms", forget)
+
+
+@pytest.mark.parametrize("without", [(1,), (0, 1)])
+def test_gradients_of_one_worker_may_all_be_zero_but_not_those_of_all(measurements_of, without):
+    """The rewards of all groups of a worker may be equal: the gradients of the others have the size of the noise."""
+    recorder, workers = measurements_of("operators")
+    for rank in without:
+        for cell in workers[rank].state.cells:
+            if cell.phase == "backward":
+                cell.zeros, cell.measured_elements, cell.error_sum, cell.squares = cell.measured_elements, 0, 0.0, 0.0
+    if len(without) < len(workers):
+        scale, elements = merged_receipt(recorder, workers).measured_scale("backward")
+        assert elements > 0
+        assert scale == pytest.approx(0.05, rel=0.1)
+        return
+    with pytest.raises(ReceiptError, match="receipt refused: backward noise has no size"):
+        merged_receipt(recorder, workers)

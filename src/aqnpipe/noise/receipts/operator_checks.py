@@ -62,8 +62,12 @@ _FUSED_ADVICE = (
 )
 
 
-def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True) -> list[str]:
-    """Return one line per mismatch in operator and module noise; `has_ended`: every phase must have run."""
+def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True, is_share: bool = False) -> list[str]:
+    """Return one line per mismatch in operator and module noise.
+
+    `has_ended`: every phase must have run. `is_share`: the receipt is of one worker of several, and all rewards of its
+    groups may have been equal: its gradients were zero then, and only those of all workers have a size.
+    """
     return [
         *(_phases_that_did_not_run(receipt) if has_ended else []),
         *_noise_where_none_was_requested(receipt),
@@ -71,6 +75,7 @@ def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True) -> lis
         *_module_noise_missing(receipt),
         *_audit_problems(receipt),
         *_noise_of_wrong_size(receipt),
+        *([] if is_share else _noise_without_size(receipt)),
         *own_error_problems(receipt),
         *_reference_check_problems(receipt),
     ]
@@ -224,13 +229,16 @@ def _noise_of_wrong_size(receipt: ReceiptContent) -> list[str]:
             problems.append(f"{cell.where}: noised with {cell.kind} {cell.requested:g}, which was not requested")
         elif cell.phase not in contradicted:
             problems += size_problems(cell)
+    return problems + mean_problems([cell for cell in receipt.cells if cell.phase not in contradicted])
+
+
+def _noise_without_size(receipt: ReceiptContent) -> list[str]:
     without_size = [cell for cell in receipt.cells if cell.is_zero]
-    problems += [
+    return [
         f"{phase} noise has no size: all results that were recomputed are zero"
         for phase in dict.fromkeys(cell.phase for cell in without_size)
         if not any(cell.measured_elements for cell in receipt.cells if cell.phase == phase)
     ]
-    return problems + mean_problems([cell for cell in receipt.cells if cell.phase not in contradicted])
 
 
 def size_problems(cell: Row) -> list[str]:
@@ -241,8 +249,7 @@ def size_problems(cell: Row) -> list[str]:
     if cell.measured is None:
         return [f"{cell.where}: {cell.calls} noised calls but nothing measured"]
     left = left_by_rounding(cell.requested, cell.rounding)
-    # On a fixed machine equal operands have one error, so the number of elements says nothing about chance.
-    is_gaussian = cell.kind in ("relative_gaussian", "absolute_gaussian", "measured") and not is_fixed(cell.error)
+    is_gaussian = _has_independent_errors(cell) or cell.kind == "measured"
     if is_gaussian and cell.measured < _LEAST_SHARE * left and cell.measured_elements >= _FEWEST_FOR_A_SIZE:
         return [
             f"{cell.where}: measured scale {cell.measured:.3g}, requested {cell.requested:.3g}, of which rounding "
@@ -253,9 +260,14 @@ def size_problems(cell: Row) -> list[str]:
     return []
 
 
+def _has_independent_errors(cell: Row) -> bool:
+    """Return whether every element has a number of its own; on a fixed machine equal operands have one error."""
+    return cell.kind in ("relative_gaussian", "absolute_gaussian") and not is_fixed(cell.error)
+
+
 def mean_problems(cells: Sequence[Row]) -> list[str]:
     """Return the cells whose errors have a mean; otherwise the phases in which those of all cells together have one."""
-    gaussian = [cell for cell in cells if cell.kind in ("relative_gaussian", "absolute_gaussian")]
+    gaussian = [cell for cell in cells if _has_independent_errors(cell)]
     together = [
         Row(phase).include(cell for cell in gaussian if cell.phase == phase)
         for phase in dict.fromkeys(cell.phase for cell in gaussian)

@@ -25,17 +25,17 @@ class Receipt(ReceiptContent):
             raise ReceiptError(f"receipt refused{when}: " + "; ".join(problems), tuple(problems))
         return self
 
-    def problems(self, steps_done: int | None = None) -> list[str]:
+    def problems(self, steps_done: int | None = None, *, is_share: bool = False) -> list[str]:
         """Return one line per mismatch between requested and measured noise.
 
         `steps_done`: the receipt is of a run that has made so many optimiser steps, so nothing is missing yet that only
-        later steps bring; None: the run has ended.
+        later steps bring; None: the run has ended. `is_share`: it is of one worker of several.
         """
         steps = self.num_steps if steps_done is None else steps_done
         return [
             *self.mismatches,
             *pass_problems(self, steps),
-            *operator_problems(self, has_ended=steps_done is None),
+            *operator_problems(self, has_ended=steps_done is None, is_share=is_share),
             *aqn_problems(self, steps),
             *fault_problems(self),
         ]

@@ -201,8 +201,8 @@ class ReceiptRecorder:
         return self._request.with_measured(self.state())
 
     def problems_of(self, state: RecorderState) -> list[str]:
-        """Return the problems of the receipt of other measurements, such as those of a worker."""
-        return self._request.with_measured(state).problems()
+        """Return the problems of the receipt of one worker of several."""
+        return self._request.with_measured(state).problems(is_share=True)
 
     def check_so_far(self, steps_done: int) -> None:
         """Raise ReceiptError if the noise of a run that has made `steps_done` optimiser steps is not as requested."""

@@ -64,6 +64,7 @@ class AuditState(Artifact):
     facts: TrainingFacts
     last_values: list[list[float]]
     differing_groups: int
+    had_advantage: bool
 
 
 class TrainingAudit(TrainerCallback):
@@ -225,13 +226,13 @@ class TrainingAudit(TrainerCallback):
             try:
                 self._trainer.noise_plan.recorder.check_so_far(self._updates.steps)
             except ReceiptError as error:
-                if not self.lacks_only_gradients(error):
+                # Rewards of other workers, or of later steps on the same rollout, may differ within their groups.
+                if self._scoring.had_advantage or not _is_about_gradients(error):
                     raise
 
     def lacks_only_gradients(self, error: ReceiptError) -> bool:
         """Return whether a receipt was refused as no reward differed within a group: no gradient, so no noise on it."""
-        is_excused = bool(error.problems) and all(map(_OF_A_GRADIENT.match, error.problems))
-        return is_excused and not self._rollouts.differing_groups
+        return _is_about_gradients(error) and not self._rollouts.differing_groups
 
     def why_no_gradient(self) -> str:
         """Return what the rewards of a run were in which no group had different ones."""
@@ -296,6 +297,7 @@ class TrainingAudit(TrainerCallback):
             facts=self.facts(),
             last_values=self._updates.last_values,
             differing_groups=self._rollouts.differing_groups,
+            had_advantage=self._scoring.had_advantage,
         )
 
     def restore(self, state: AuditState) -> None:
@@ -307,6 +309,7 @@ class TrainingAudit(TrainerCallback):
         rollouts.rollouts, rollouts.completions = facts.rollouts, facts.completions
         rollouts.correct, (rollouts.prompts_sha256,) = list(facts.correct), facts.prompts_sha256
         rollouts.differing_groups = state.differing_groups
+        self._scoring.had_advantage = state.had_advantage
         self._errors.restore(facts.recomputed)
 
     def _report(self, problem: str) -> None:
@@ -419,6 +422,10 @@ class TrainingAudit(TrainerCallback):
         else:
             return
         self._report(f"the checkpoint of step {step} has another tokenizer: {difference}")
+
+
+def _is_about_gradients(error: ReceiptError) -> bool:
+    return bool(error.problems) and all(map(_OF_A_GRADIENT.match, error.problems))
 
 
 def merged_facts(facts: Sequence[TrainingFacts]) -> TrainingFacts:

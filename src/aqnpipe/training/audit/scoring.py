@@ -50,6 +50,11 @@ class Completed:
     old: dict[int, float] | None = None
     is_trained: bool = False
 
+    @property
+    def has_advantage(self) -> bool:
+        """Return whether the reward differs from the mean of its group by more than rounding."""
+        return not math.isclose(self.reward, self.reward - self.centred)
+
 
 @dataclass
 class RolloutBook:
@@ -109,6 +114,8 @@ class ScoringAudit:
 
     def __init__(self, spec: TrainingSpec, errors: Errors, report: Callable[[str], None], end_token: int) -> None:
         self.book = RolloutBook()
+        self.had_advantage = False
+        """Whether this worker has trained on a completion with an advantage; otherwise only the KL term has a slope."""
         self._spec, self._errors, self._report, self._end_token = spec, errors, report, end_token
         self._batches: list[_MicroBatch] = []
         self._seen: list[loss_causes.Observed] = []
@@ -136,6 +143,7 @@ class ScoringAudit:
             for row in rows:
                 if (problem := self.book.take(row)) is not None:
                     self._report(problem)
+                self.had_advantage |= any(completed.has_advantage for completed in self.book.candidates(row))
         whole = kind == "old" and self._needs_all_places
         cells = [
             (number, column)
