@@ -78,16 +78,6 @@ class FakeQuantization(FrozenModel):
         return self
 
 
-ErrorKind = Literal[
-    "relative_gaussian",
-    "absolute_gaussian",
-    "systematic_bias",
-    "mantissa_truncation",
-    "fake_quantization",
-    "measured",
-    "own",
-]
-
 ScaledError = RelativeGaussian | AbsoluteGaussian | SystematicBias
 """Errors with a scale; scale 0 means no error."""
 
