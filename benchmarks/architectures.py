@@ -87,7 +87,7 @@ def measured(family: str) -> Row:
             try:
                 row.cells[column] = measure(load_model(folder, dtype="float32", attention=attention))
             except AqnpipeError as error:
-                row.cells[column] = "refused"
+                row.cells[column] = "unsupported"
                 row.refusals[column] = str(error).replace(str(folder), family)
 
         for column, (arm, attention) in ARMS.items():
@@ -224,17 +224,17 @@ Lines = dict[str, list[str]]
 def table_of(lines: Lines) -> str:
     """Return counts, the table of families and the table of refusals as Markdown."""
     columns = list(zip(*(found[0].strip("| ").split(" | ")[2:] for found in lines.values()), strict=True))
-    counts = [f"{name}: {len(lines) - cells.count('refused')}" for name, cells in zip(COLUMNS, columns, strict=True)]
+    counts = [f"{name}: {len(lines) - cells.count('unsupported')}" for name, cells in zip(COLUMNS, columns, strict=True)]
     header = ["family", "model", *COLUMNS]
     return "\n".join(
         [
-            f"{len(lines)} families. Not refused: {'; '.join(counts)}.",
+            f"{len(lines)} families. Supported: {'; '.join(counts)}.",
             "",
             f"| {' | '.join(header)} |",
             "|" + "---|" * len(header),
             *(found[0] for found in lines.values()),
             "",
-            "## Refusals",
+            "## What is not supported",
             "",
             "| family | column | line |",
             "|---|---|---|",

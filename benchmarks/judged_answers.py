@@ -5,7 +5,7 @@ design and the looks of a study, and adds to answers that are there. `judge STUD
 the answers alone and prints each claim; it ends with exit code 1 where a number is not the recorded one. `look STUDY
 FOLDER` takes the look that comes next, once the answers of all its runs are there: they may be made one by one, also on
 several machines. `table STUDY FOLDER` prints every claim at its last look as a Markdown table, and `picture STUDY
-FOLDER` draws every arm minus the reference arm, and the accuracies, from the same answers (robustness.png).
+FOLDER` draws every arm minus the reference arm from the same answers (robustness.png).
 """
 
 import argparse
@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 
 import altair as alt
 import numpy as np
@@ -33,11 +34,22 @@ from aqnpipe.comparison.looks import claims_at
 from aqnpipe.config.study import Study, load_study_file
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.report import charts, numbers
-from aqnpipe.report.markup import light_spec
+from aqnpipe.report.markup import INK, MUTED, light_spec
 from aqnpipe.report.words import load_words
 from aqnpipe.statistics.clusters import Clusters
 
 ANSWERS = "answers.parquet"
+_IN_WORDS = {
+    "E5_scale_1": "1 % noise (E5_scale_1)",
+    "E5_scale_2": "2 % noise (E5_scale_2)",
+    "E5": "5 % noise (E5)",
+    "E5_scale_10": "10 % noise (E5_scale_10)",
+    "E5a": "5 %, AQN with a global schedule (E5a)",
+    "E5b": "5 %, epoch-aware AQN (E5b)",
+    "guided_robust_first": "5 %, AQN by diagnosis (guided_robust_first)",
+    "guided_shuffled_layers": "5 %, its sigmas shuffled (guided_shuffled_layers)",
+}
+"""Arms of the decide study by what they do, as the pictures name them."""
 RUN = ["model", "arm", "seed", "step"]
 _DIGITS = 10
 """Sums of the same answers in another order differ by rounding alone beyond these."""
@@ -203,24 +215,34 @@ def table(study: Study, looks: Sequence[LookFile]) -> list[str]:
 
 
 def picture(study: Study, looks: Sequence[LookFile], answers: pl.DataFrame) -> bytes:
-    """Return the PNG of all arms after the last look: differences to the reference arm, and accuracies over noise."""
+    """Return the PNG of every arm minus the reference arm after the last look, a panel per noise level."""
     found = plan_after(study, looks[:-1]).study
     trained = {key: one for key, one in evaluations_of(study, answers).items() if key[1] in study.arms}
     evaluations = {key: one for key, one in trained.items() if key[2] in found.seeds_of(key[1])}
-    differences = pl.DataFrame(difference_rows(found, Contrasts(found, evaluations)), infer_schema_length=None)
-    scorer = f"accuracy_{study.config.evaluation.primary_scorer}"
-    accuracy = pl.concat(
-        one.accuracy.select(pl.lit(arm).alias("arm"), pl.lit(seed).alias("seed"), "noise_level", accuracy=scorer)
-        for (_, arm, seed, _), one in evaluations.items()
-    ).with_columns(pl.lit(None, pl.Float64).alias(bound) for bound in ("ci_low", "ci_high"))
-    keys = [charts.SeriesKey(arm, number) for number, arm in enumerate(study.config.arms, start=1)]
+    rows = pl.DataFrame(difference_rows(found, Contrasts(found, evaluations)), infer_schema_length=None)
     words = load_words("en")
-    panels = (
-        charts.difference_panel(differences, keys, words),
-        charts.accuracy_over_noise(accuracy, keys, words, many=True),
-    )
-    chart = alt.hconcat(*(panel.chart.properties(title=panel.title) for panel in panels))
-    return vl_convert.vegalite_to_png(light_spec(chart, legend=True), scale=2)
+    arms = [_IN_WORDS.get(arm, arm) for arm in study.config.arms if arm in set(rows["arm"])]
+    rows = charts.in_points(rows).with_columns(pl.col("arm").replace(_IN_WORDS))
+    ends = [min(rows["ci_low"].min(), 0.0), max(rows["ci_high"].max(), 0.0)]  # type: ignore[call-overload,type-var]
+    scale = alt.Scale(domain=ends, nice=True)
+    panels = []
+    for letter, level in zip(ascii_lowercase, sorted(rows["noise_level"].unique()), strict=False):
+        axis = alt.Axis(labelLimit=0, ticks=False, domain=False, labels=not panels, labelFontSize=13, labelColor=INK)
+        base = alt.Chart(rows.filter(noise_level=level), width=230, height=26 * len(arms))
+        y = alt.Y("arm:N", sort=arms, title=None, axis=axis)
+        title = "accuracy minus that without training noise (points)"
+        layers = (
+            alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=MUTED).encode(alt.X("zero:Q", scale=scale)),
+            base.mark_rule(strokeWidth=2, color=INK).encode(
+                alt.X("ci_low:Q", scale=scale, title=title), alt.X2("ci_high:Q"), y
+            ),
+            base.mark_point(filled=True, size=60, opacity=1, color=INK).encode(
+                alt.X("difference:Q", scale=scale, title=title), y
+            ),
+        )
+        heading = alt.Title(f"{letter}  {words.level(level)} noise at evaluation", anchor="start", fontSize=14)
+        panels.append(alt.layer(*layers).properties(title=heading))
+    return vl_convert.vegalite_to_png(light_spec(alt.hconcat(*panels, spacing=24), legend=False), scale=2)
 
 
 def judge(path: Path, folder: Path) -> list[str]:

@@ -45,7 +45,7 @@ def one_of_each_outcome():
     """
     families = {}
     for family, lines in lines_of_page().items():
-        refused = tuple(cell == "refused" for cell in lines[0].strip("| ").split(" | ")[2:])
+        refused = tuple(cell == "unsupported" for cell in lines[0].strip("| ").split(" | ")[2:])
         families.setdefault(refused, family)
     return sorted(set(families.values()) - set(CURRENT))
 

@@ -130,7 +130,7 @@ def test_an_error_is_shown_once_and_at_the_end(study, tmp_path):
     assert list(study.lines.closing()) == [], "a handler is closed twice"
 
 
-@pytest.mark.parametrize("written", [None, "", "node vm\n", f"node vm\nERROR: {STOPPED}\n"])
+@pytest.mark.parametrize("written", [None, "", "node vm\n", f"node vm\nERROR: {STOPPED.format(signal='SIGTERM')}\n"])
 @pytest.mark.parametrize("how", ["died with <Signals.SIGTERM: 15>.", "returned non-zero exit status 143."])
 def test_a_job_that_sigterm_ended_did_not_run_out_of_memory(study, tmp_path, written, how):
     """Also one that is not yet as far as its log, as while it waits for the processor."""

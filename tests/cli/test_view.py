@@ -5,7 +5,9 @@ import re
 import shutil
 import socket
 import stat
+import struct
 import threading
+import time
 from html import unescape
 from html.parser import HTMLParser
 from urllib.parse import quote
@@ -23,7 +25,7 @@ from aqnpipe.cli.view import open_server
 from aqnpipe.comparison.stage import ComparisonOutputs, compare
 from aqnpipe.errors import ConfigError, DataError
 from aqnpipe.report import responses
-from aqnpipe.report.responses import Responses, differing
+from aqnpipe.report.responses import ResponsePages, Responses, differing
 
 ODD = ("seed0/step" + "9" * 200, "seed\u0663/step1", "seed0/stepx")
 HOSTILE = "<script>alert(1)</script>\u202e needle"
@@ -165,6 +167,38 @@ def test_no_address_reaches_a_file(get):
         assert status == 404
         assert "checksum" not in body
     assert "the report" in get("/report.html")[2]
+
+
+def test_a_link_in_the_results_shows_no_other_file(get, results, tmp_path):
+    page = results / "report.html"
+    (tmp_path / "private").write_text("private")
+    kept = page.rename(results / "kept.html")
+    try:
+        page.symlink_to(tmp_path / "private")
+        status, _, body = get("/report.html")
+        assert status == 404
+        assert "private" not in body
+    finally:
+        page.unlink()
+        kept.rename(page)
+
+
+def test_a_browser_that_leaves_is_no_traceback_and_a_bug_is_one(get, monkeypatch, capfd):
+    port = get.address[1]
+    cookie = f"aqnpipe-view-{port}={get.token}"
+    request = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nCookie: {cookie}\r\n\r\n"
+    for _ in range(5):
+        with socket.create_connection(get.address) as left:
+            left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            left.sendall(request.encode())
+    assert get("/")[0] == 200
+    time.sleep(0.2)
+    assert "Traceback" not in capfd.readouterr().err
+    monkeypatch.setattr(ResponsePages, "page", lambda *_: 1 // 0)
+    with pytest.raises(http.client.RemoteDisconnected):
+        get("/")
+    time.sleep(0.2)
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_the_first_page_lists_claims_and_questions(get, results):

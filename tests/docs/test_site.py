@@ -1,6 +1,7 @@
 """The documentation site: it builds without a warning, and its generated pages have what they are generated from."""
 
 import importlib.util
+import inspect
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def test_the_site_builds_and_a_dead_link_is_an_error(sources):
     done = build(sources)
     assert done.returncode == 0, done.stderr
     site = sources / "site"
+    assert 'url=docs/site/index.html"' in (site / "index.html").read_text()
     assert "fully_shard" in (site / "docs/site/generated/examples.html").read_text()
     assert "learning_rate" in (site / "docs/site/generated/study-keys.html").read_text()
     assert "receipt.check()" in (site / "docs/how-to/noise-in-your-own-code.html").read_text().replace("<span>", "")
@@ -121,3 +123,36 @@ def test_types_are_in_words(generated):
     assert "| `kind` | `one` or `two` | required |  |" in page
     assert "| `sigma` | number > 0, ≤ 1 | required |  |" in page
     assert page.index("## StudyConfig") < page.index("## Arm")
+
+
+@needs_sphinx
+def test_every_argument_of_the_reference_is_described():
+    from typing import get_args
+
+    import aqnpipe
+    from aqnpipe.config.noise import ErrorModel, Schedule
+    from aqnpipe.integrations.lm_harness import NoisyLM
+    from aqnpipe.statistics.compare import PairedDifference
+
+    spec = importlib.util.spec_from_file_location("arguments", SITE / "arguments.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    public = [getattr(aqnpipe, name) for name in aqnpipe._PUBLIC]
+    models = [*get_args(ErrorModel), *get_args(get_args(Schedule)[0])]
+    for each in (*public, *models, NoisyLM, PairedDifference):
+        assert module.undescribed(each) == set(), each
+
+    def forgetful(known: int, unknown: int) -> None:
+        """Do it.
+
+        - known: an argument,
+          on two lines.
+        - other: no argument.
+        """
+
+    assert module.undescribed(forgetful) == {"unknown"}
+    lines = inspect.getdoc(forgetful).splitlines()
+    module.describe_arguments(None, "function", "forgetful", forgetful, None, lines)
+    assert ":param known: an argument, on two lines." in lines
+    assert ":type known: int" in lines
+    assert "- other: no argument." in lines

@@ -6,8 +6,9 @@ import time
 import pytest
 
 from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.errors import EXIT_USER_ERROR
 from aqnpipe.runtime import job_records
-from aqnpipe.runtime.job_records import FileDigests, JobRecord
+from aqnpipe.runtime.job_records import FileDigests, JobRecord, JobRecords
 
 RECORD = JobRecord(parameters="p", script="s", inputs={"a": "1", "b": "2"}, outputs={"c": "3"})
 
@@ -86,3 +87,39 @@ def test_a_missing_file_has_no_digest_and_a_damaged_cache_is_none(tmp_path):
 )
 def test_every_difference_between_records_is_named(change, differences):
     assert RECORD.differences(RECORD.model_copy(update=change)) == differences
+
+
+class Locked(JobRecords):
+    """Records of a study whose files another Snakemake has locked, or none."""
+
+    def __init__(self, locks):
+        self._results, self.kept, self.unlock = "results/a", locks, lambda: self.kept.clear()
+
+    def all_inputfiles(self):
+        return ["results/a/data"]
+
+    all_outputfiles = all_inputfiles
+
+    def _read_locks(self):
+        return list(self.kept)
+
+    def _write_locks(self, kind, files):
+        self.kept += [(kind, file) for file in files]
+
+
+def test_a_second_snakemake_ends_with_one_line_and_leaves_the_lock_of_the_first(capsys):
+    first = [("output", "results/a/data")]
+    with pytest.raises(SystemExit) as ended, Locked(first).lock():
+        pass
+    assert ended.value.code == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith("ERROR: results/a: another Snakemake works on this study; if it was killed")
+    assert len(said.splitlines()) == 1
+    assert first == [("output", "results/a/data")]
+
+
+def test_without_another_snakemake_the_lock_is_held_and_freed():
+    records = Locked([])
+    with records.lock():
+        assert records.locked
+    assert not records.locked

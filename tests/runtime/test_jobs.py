@@ -54,16 +54,42 @@ def test_the_log_says_where_and_on_what(tmp_path):
     ]
 
 
-def test_a_job_that_is_stopped_says_so_and_what_to_do_and_ends_by_the_signal(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("SIGTERM", -signal.SIGTERM), ("SIGINT", -signal.SIGINT), ("SIGUSR1", -signal.SIGUSR1), ("SIGURG", 75)],
+)
+def test_a_job_that_is_stopped_says_so_and_what_to_do_and_ends_by_the_signal(name, code, tmp_path):
     log = tmp_path / "job.log"
-    stopped = f"{DEVICE_JOB}    import os, signal\n    os.kill(os.getpid(), signal.SIGTERM)\n"
-    done = subprocess.run([sys.executable, "-c", stopped, log, "cpu", "0"], capture_output=True, check=False)
-    assert done.returncode == -signal.SIGTERM
+    # In an import, as in the first seconds of a job.
+    (tmp_path / "libraries.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.{name})\n")
+    training = DEVICE_JOB.replace("int(sys.argv[3]))", "int(sys.argv[3]), ends_at=STOP_SIGNALS)")
+    stopped = f"from aqnpipe.runtime.jobs import STOP_SIGNALS\n{training}    import libraries\n"
+    done = run_interruptible(stopped, log, tmp_path)
+    assert (done.returncode, done.stderr) == (code, "done\n")
     assert log.read_text().splitlines()[-2:] == [
-        "ERROR: stopped by SIGTERM before it was done",
+        f"ERROR: stopped by {name} before it was done",
         "next: run the same command, which continues",
     ]
-    assert error_in_log(log) == ["stopped by SIGTERM before it was done", "next: run the same command, which continues"]
+    assert error_in_log(log) == [f"stopped by {name} before it was done", "next: run the same command, which continues"]
+
+
+def test_a_job_that_writes_no_resume_point_uses_the_time_until_the_limit(tmp_path):
+    warned = f"{DEVICE_JOB}    import os, signal\n    os.kill(os.getpid(), signal.SIGURG)\n"
+    assert run_interruptible(warned, tmp_path / "job.log", tmp_path).returncode == 0
+
+
+def test_a_job_in_the_background_of_a_shell_ignores_interrupts(tmp_path):
+    ignored = "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    ignoring = f"{ignored}{DEVICE_JOB}    os.kill(os.getpid(), signal.SIGINT)\n"
+    assert run_interruptible(ignoring, tmp_path / "job.log", tmp_path).returncode == 0
+
+
+def run_interruptible(source, log, folder):
+    """Run a job that a shell did not start in the background."""
+    source = f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{source}"
+    return subprocess.run(
+        [sys.executable, "-c", source, log, "cpu", "0"], cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 def test_behind_a_job_the_signal_is_as_before(tmp_path):

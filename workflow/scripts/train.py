@@ -3,12 +3,14 @@
 from pathlib import Path
 
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.runtime.jobs import logged_device_job
+from aqnpipe.runtime.jobs import STOP_SIGNALS, logged_device_job
 
 log = Path(snakemake.log[0])
 spec = TrainingSpec.model_validate(snakemake.params.spec)
 leases, workers = snakemake.resources.get("devices", 0), spec.training.num_workers
-with logged_device_job(log, spec.device, leases, workers, f"training, prompt or arm {spec.arm_id}") as say:
+settings = f"training, prompt or arm {spec.arm_id}"
+# Until the training can write a resume point, its stop signals end the job.
+with logged_device_job(log, spec.device, leases, workers, settings, STOP_SIGNALS) as say:
     from aqnpipe.runtime.training import run_training_job
     from aqnpipe.training.run import TrainingInputs
 

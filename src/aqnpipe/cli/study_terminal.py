@@ -218,7 +218,8 @@ class StudyLines:
                 yield from self._fail(found)
             case _:
                 if any(words in record.getMessage() for words in _BY_SIGTERM):
-                    self._reason = STOPPED  # of the job whose failure follows, perhaps before it had a log
+                    # Of the job whose failure follows, perhaps before it had a log.
+                    self._reason = STOPPED.format(signal="SIGTERM")
                 if event not in _UNSHOWN_EVENTS and not _is_noise(record):
                     yield record.getMessage().rstrip()
 

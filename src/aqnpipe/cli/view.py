@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import socketserver
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -47,8 +48,8 @@ def view(
     server = open_server(results, unix_socket or port, scorer, language)
     where = f"{unix_socket}, forwarded as" if unix_socket else "at"
     port = port if unix_socket else server.server_address[1]
-    typer.echo(f"view: {where} http://{LOOPBACK}:{port}/?token={server.token} (Ctrl-C ends it)")
     try:
+        typer.echo(f"view: {where} http://{LOOPBACK}:{port}/?token={server.token} (Ctrl-C ends it)")
         server.serve_forever()
     except KeyboardInterrupt:
         typer.echo("view: ended")
@@ -82,6 +83,11 @@ class ViewServer(http.server.ThreadingHTTPServer):
         finally:
             os.umask(before)
         self._made = Path(str(self.server_address))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of a bug; a browser may leave before it has its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def server_close(self) -> None:
         """Close the socket and remove its file; one that was there before is not touched."""
@@ -146,7 +152,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self._names_this_machine():
-            self._answer(421, "this server answers to 127.0.0.1 and localhost alone\n", "text/plain; charset=utf-8")
+            self._answer(421, f"{_NEEDS_ADDRESS}; forward it from the same port\n", "text/plain; charset=utf-8")
             return
         try:
             address = urlsplit(self.path)
@@ -160,7 +166,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not self._is_token(self._token_of_cookie()):
             self._answer(403, f"{_NEEDS_ADDRESS}\n", "text/plain; charset=utf-8")
             return
-        if address.path == "/report.html" and self.report.is_file():
+        # A results folder may come from elsewhere: no link in it shows another file.
+        if address.path == "/report.html" and self.report.is_file() and not self.report.is_symlink():
             # The report has a policy of its own.
             page = self.report.read_text(encoding="utf-8", errors="replace")
             self._answer(200, page, "text/html; charset=utf-8", policy="")

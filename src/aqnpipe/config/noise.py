@@ -96,8 +96,8 @@ class FakeQuantization(FrozenModel):
         "E4M3 with a scale for the whole tensor; fp8_block: E4M3 with one for 128 x 128 weights and for 128 "
         "activations of a token"
     )
-    weights: bool = True
-    activations: bool = False
+    weights: bool = Field(default=True, description="round the weights")
+    activations: bool = Field(default=False, description="round the activations")
 
     @model_validator(mode="after")
     def _something_is_quantized(self) -> Self:
@@ -105,16 +105,6 @@ class FakeQuantization(FrozenModel):
             raise ValueError("weights and activations are both false, expected at least one true")
         return self
 
-
-ErrorKind = Literal[
-    "relative_gaussian",
-    "absolute_gaussian",
-    "systematic_bias",
-    "mantissa_truncation",
-    "fake_quantization",
-    "measured",
-    "own",
-]
 
 ScaledError = RelativeGaussian | AbsoluteGaussian | SystematicBias
 """Errors with a scale; scale 0 means no error."""
@@ -346,7 +336,7 @@ class GlobalDecay(FrozenModel):
     """QeRL's staged exponential decay: `num_stages` equal intervals, the first one without noise (warm-up)."""
 
     kind: Literal["global"] = "global"
-    sigma_start: float = Field(gt=0)
+    sigma_start: float = Field(gt=0, description="sigma at the first step with noise")
     sigma_end: float = Field(gt=0, description="above 0, because a geometric decay never reaches 0")
     num_stages: int = Field(ge=3, description="at least 3: stage 0 is clean, and a decay needs two stages")
 
@@ -355,15 +345,15 @@ class LinearDecay(FrozenModel):
     """`sigma_start + (sigma_end - sigma_start) * t / T`."""
 
     kind: Literal["linear"] = "linear"
-    sigma_start: float = Field(ge=0)
-    sigma_end: float = Field(ge=0)
+    sigma_start: float = Field(ge=0, description="sigma at step 0")
+    sigma_end: float = Field(ge=0, description="sigma after the last step")
 
 
 class EpochRange(FrozenModel):
     """Sigma at the first step of an epoch, and the sigma that it decays towards within the epoch."""
 
-    sigma_start: float = Field(gt=0)
-    sigma_end: float = Field(gt=0)
+    sigma_start: float = Field(gt=0, description="sigma at the first step with noise")
+    sigma_end: float = Field(gt=0, description="sigma at the end; above 0, because a geometric decay never reaches 0")
 
 
 class EpochAwareRanges(FrozenModel):
@@ -377,23 +367,23 @@ class EpochAwareGeometric(FrozenModel):
     """Geometric decay over all epochs: epoch e of E starts at `sigma_start*(sigma_end/sigma_start)^(e/E)`."""
 
     kind: Literal["epoch_geometric"] = "epoch_geometric"
-    sigma_start: float = Field(gt=0)
-    sigma_end: float = Field(gt=0)
+    sigma_start: float = Field(gt=0, description="sigma at the first step with noise")
+    sigma_end: float = Field(gt=0, description="sigma at the end; above 0, because a geometric decay never reaches 0")
 
 
 class ConstantSigma(FrozenModel):
     """The same sigma at every step."""
 
     kind: Literal["constant"] = "constant"
-    sigma: float = Field(ge=0)
+    sigma: float = Field(ge=0, description="standard deviation of the noise")
 
 
 class CosineDecay(FrozenModel):
     """`sigma_end + (sigma_start - sigma_end) * (1 + cos(pi*t/T)) / 2`."""
 
     kind: Literal["cosine"] = "cosine"
-    sigma_start: float = Field(ge=0)
-    sigma_end: float = Field(ge=0)
+    sigma_start: float = Field(ge=0, description="sigma at step 0")
+    sigma_end: float = Field(ge=0, description="sigma after the last step")
 
 
 Schedule = Annotated[

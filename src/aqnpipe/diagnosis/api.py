@@ -41,12 +41,13 @@ def diagnose(
     show_progress: Callable[[str], None] = lambda line: None,
     **options: object,
 ) -> DiagnosisFile:
-    """Diagnose the machine with `model`, a causal language model of transformers, where it is now.
+    """Diagnose the machine that `model` is on.
 
     The weights of one layer at a time are replaced by known ones and then restored bit for bit, also after an error.
     The result shows `verdict` ("healthy", "fault" or "abstain"), `faults`, `untested`, `cost` and everything else that
     `aqnpipe diagnose --json` writes.
 
+    - model: a causal language model of transformers.
     - method: exact probes, which decide, statistical scans, or both.
     - prompt_ids: prompts [tokens] of the scans; by default random tokens.
     - faults: faults to simulate, as in `type=saturation,layer=3,magnitude=0.3`.

@@ -82,8 +82,13 @@ class NoisyHFLM(HFLM):
 class NoisyLM(NoisyHFLM):
     """`--model aqnpipe --model_args pretrained=...,noise=0.05,noise_seed=0`, and what the model `hf` takes.
 
-    noise: standard deviation relative to each element, 0 for none. noise_operators: `matmul` or `all`. noise_lm_head:
-    whether the output projection has noise. Weights are read from safetensors.
+    - pretrained: folder of the model; its weights are read from safetensors.
+    - noise: standard deviation relative to each element, 0 for none.
+    - noise_seed: the same seed gives the same noise.
+    - noise_operators: `matmul` or `all`.
+    - noise_lm_head: whether the output projection has noise.
+    - batch_size: questions per batch.
+    - kwargs: further arguments of the model `hf`.
     """
 
     def __init__(

@@ -68,14 +68,16 @@ def noisy(
     """Compute the body on a noisy machine; the context gives the receipt, to be checked after the body.
 
     Every matrix product of the process has the error, in whatever code, unless `layers` or `include_lm_head` leave
-    places out. The same `seed` and `step` give the same noise.
+    places out.
 
     - model: any module; its layers are the places of the noise.
     - scale: standard deviation relative to the value of each element.
     - error: an error model in place of `scale`. A measured error is of a decoder of transformers, operator by operator.
-    - step: counts the contexts that share a receipt if it is not given.
+    - seed: the same seed gives the same noise.
+    - step: number of this context among those that share a receipt; counted if it is not given.
     - operators: `matmul`, or `all` with softmax, activations and norms.
-    - layers: layers with noise (default: all); include_lm_head: whether the output projection has it.
+    - layers: layers with noise; default: all.
+    - include_lm_head: whether the output projection has it.
     - backward: gradients get noise too, and a backward pass must run in the body.
     - receipt: continue an earlier one, of the same model and noise.
 

@@ -14,7 +14,8 @@ import os
 import stat
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from snakemake.settings.enums import RerunTrigger
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.files import read_json, write_json, write_text
 from aqnpipe.artifacts.provenance import code_of, sha256_of_file
-from aqnpipe.errors import DataError
+from aqnpipe.errors import EXIT_USER_ERROR, DataError
 
 _NS_UNTIL_SETTLED = 2_000_000_000
 """A file that changed more recently may change again within one tick of its file system's clock, with equal times."""
@@ -97,6 +98,16 @@ class JobRecords(FilePersistence):
         # Not what the command line says: without this one nothing here is asked, and others compare times.
         self.dag.workflow.dag_settings.rerun_triggers = frozenset({RerunTrigger.PARAMS})
         atexit.register(self._digests.save)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold Snakemake's lock. Where another has it, end with one line, not with the advice to unlock at once."""
+        if self.locked:
+            problem = f"{self._results}: another Snakemake works on this study"
+            sys.stderr.write(f"ERROR: {problem}; if it was killed on another machine: snakemake --unlock\n")
+            sys.exit(EXIT_USER_ERROR)
+        with super().lock():
+            yield
 
     def started(self, job: Any, external_jobid: str | None = None) -> None:
         """Note the digests of a job's inputs: an edit while it runs must not be taken for what it read."""

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -21,10 +21,17 @@ import psutil
 from safetensors import SafetensorError
 
 from aqnpipe.device import RequestedDevice, resolve_device
-from aqnpipe.errors import STOPPED, AqnpipeError, DataError, ModelError, StorageError
+from aqnpipe.errors import EXIT_TRY_AGAIN, STOPPED, AqnpipeError, DataError, ModelError, StorageError
 from aqnpipe.runtime.device_allocation import allocated_devices, place_of_job
 
 Say = Callable[[str], None]
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
+"""Signals that a scheduler sends before it ends a training at its time limit.
+
+Slurm sends the signal to every process of the job. With several workers it must be SIGURG, which processes ignore by
+default: the other two end Ray's processes, and the workers could no longer write a resume point.
+"""
 
 _SECONDS_BETWEEN_SAMPLES = 5.0
 _BYTES_PER_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -40,12 +47,15 @@ _FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded", "iostre
 
 
 @contextmanager
-def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
+def logged_job(
+    log: Path, settings: str = "", ends_at: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)
+) -> Iterator[Say]:
     """Send all output of the body (of C libraries too) to `log`; yield a function that also prints on the terminal.
 
     An AqnpipeError ends the process with one line in the log and the error's exit code (usually 2). Any other exception
     is a bug: its traceback goes to the log. `cli.study_terminal` shows the errors of failed jobs from their logs.
-    settings: keys of the study that decide what the job reads, for the advice on an error.
+    settings: keys of the study that decide what the job reads, for the advice on an error. ends_at: signals that end
+    the job, and an interrupt too, with a line in its log.
     """
     terminal = os.dup(sys.stderr.fileno())
     with _opened(log) as file:
@@ -54,7 +64,9 @@ def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
 
-        before = signal.signal(signal.SIGTERM, _end_with_a_line)
+        # A shell lets jobs in the background ignore interrupts.
+        numbers = [number for number in (signal.SIGINT, *ends_at) if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, _end_with_a_line) for number in numbers}
 
         def say(line: str) -> None:
             os.write(terminal, f"{line}\n".encode())
@@ -73,7 +85,8 @@ def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
                 os.write(terminal, f"{lines}\nlog: {log}\n".encode())
             sys.exit(error.exit_code)
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
             with suppress(OSError):
                 sys.stdout.flush()
             with suppress(OSError):
@@ -81,12 +94,13 @@ def logged_job(log: Path, settings: str = "") -> Iterator[Say]:
 
 
 def _end_with_a_line(number: int, frame: FrameType | None) -> None:
-    """End the job as SIGTERM does, but with the reason in its log."""
+    """End the job as the signal does, but with the reason in its log."""
     with suppress(OSError):
         # Not by `print`, which the signal may have interrupted.
-        os.write(sys.stdout.fileno(), f"ERROR: {STOPPED}\n".encode())
+        os.write(sys.stdout.fileno(), f"ERROR: {STOPPED.format(signal=signal.Signals(number).name)}\n".encode())
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+    os._exit(EXIT_TRY_AGAIN)  # by default SIGURG ends nothing
 
 
 def _advice(error: AqnpipeError, settings: str, log: Path) -> str:
@@ -110,7 +124,12 @@ def _opened(log: Path) -> TextIO:
 
 @contextmanager
 def logged_device_job(
-    log: Path, requested: RequestedDevice, num_leases: int = 0, num_devices: int = 1, settings: str = ""
+    log: Path,
+    requested: RequestedDevice,
+    num_leases: int = 0,
+    num_devices: int = 1,
+    settings: str = "",
+    ends_at: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
 ) -> Iterator[Say]:
     """Like `logged_job`, for a job that computes on a device; the log names the devices given and used.
 
@@ -118,7 +137,7 @@ def logged_device_job(
     Import the stage in the body, because stages import torch, which may query the devices at once. A missing device
     ends the job.
     """
-    with logged_job(log, settings) as say, allocated_devices(requested, num_leases, num_devices) as allocation:
+    with logged_job(log, settings, ends_at) as say, allocated_devices(requested, num_leases, num_devices) as allocation:
         print(allocation)  # noqa: T201
         device = resolve_device(requested)
         unused = " (a rehearsal: the devices given are not used)" if device.kind == "cpu" and allocation.ids else ""

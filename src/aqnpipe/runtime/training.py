@@ -28,19 +28,12 @@ from aqnpipe.errors import AqnpipeError, WorkerError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.runtime.device_allocation import this_node
 from aqnpipe.runtime.file_lock import run_lock
-from aqnpipe.runtime.jobs import disk_errors
+from aqnpipe.runtime.jobs import STOP_SIGNALS, disk_errors
 from aqnpipe.runtime.ray_cluster import RESOURCES, how_it_ended, ray_cluster, send_output_to
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.run import TrainingInputs, run_label, run_worker
 from aqnpipe.training.stage import train, with_measurements
 from aqnpipe.training.workspace import Workspace
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGURG)
-"""Signals that a scheduler sends before it ends a job at its time limit.
-
-Slurm sends the signal to every process of the job. With several workers it must be SIGURG, which processes ignore by
-default: the other two end Ray's processes, and the workers could no longer write a resume point.
-"""
 
 _SECONDS_BETWEEN_READS = 0.5
 _SECONDS_TO_DETECT_DEATH = 5.0

@@ -12,9 +12,16 @@ from aqnpipe.statistics.crossed_effects import FloatArray, Method, estimate_diff
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean of a minus b, as a fraction, with its interval at `level` and two-sided p-value.
+    """The mean of a minus b, with its interval and two-sided p-value; what `compare` returns.
 
-    `about`: "these runs" with one seed, "other seeds and questions" with several. Methods: see `estimate_difference`.
+    - difference: mean of a minus mean of b, as a fraction.
+    - ci_low: lower end of the interval, as a fraction.
+    - ci_high: upper end of the interval, as a fraction.
+    - p_value: of the null hypothesis of no difference.
+    - level: of the interval.
+    - method: how the variance was estimated (`estimate_difference`).
+    - num_questions: questions, or clusters of them.
+    - num_seeds: seeds that both have.
     """
 
     difference: float
@@ -43,10 +50,15 @@ def compare(
 ) -> PairedDifference:
     """Compare two ways of answering, paired over questions and, where there are several, over seeds.
 
-    `a_correct[i]` and `b_correct[i]`: whether a and b answered question `question_ids[i]` right with seed `seeds[i]` (1
-    or 0, or the share of right samples). Every seed has every question once. `clusters[i]` is the cluster of the
-    question, such as its template or document, where questions vary together: clusters are then the unit. `level`: of
-    the interval. Raises DataError otherwise.
+    - a_correct: for each answer of a, 1 if it is right, 0 if not, or the share of right samples.
+    - b_correct: the same for b, in the same order.
+    - question_ids: the question of each answer. Every seed has every question once.
+    - seeds: the seed of each answer; default: one seed.
+    - level: of the confidence interval.
+    - clusters: the cluster of each question, such as its template or document, where questions vary together; clusters
+      are then the unit.
+
+    Raises DataError for anything else.
     """
     if not 0 < level < 1:
         raise DataError(f"compare: level is {level}, expected a number above 0 and below 1")

@@ -122,10 +122,15 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure what relative noise of `scale` in one layer at a time costs `model`, and estimate the same.
 
-    `texts`: strings (these need the `tokenizer`), token ids, or `ScoredText`, whose prompts are not scored. Accuracy
-    is measured on texts with a gold answer, if there is a `tokenizer`. Losses are means over `noise_seeds`. `faults`
-    are simulated during all of it. `show_progress` is called with a line of text before each part. The model is not
-    changed. Raises ModelError for a model of another family or a loss that is not finite, DataError for texts that
+    - model: a causal language model of transformers; it is not changed.
+    - texts: strings (these need the `tokenizer`), token ids, or `ScoredText`, whose prompts are not scored.
+    - tokenizer: with it, accuracy is measured on texts with a gold answer.
+    - scale: standard deviation relative to the value of each element.
+    - noise_seeds: losses are means over these.
+    - faults: faults to simulate during all of it.
+    - show_progress: called with a line of text before each part.
+
+    Raises ModelError for a model of another family or a loss that is not finite, DataError for texts that
     cannot be used, ConfigError for a scale outside (0, 1), ReceiptError if the noise was not as requested.
     """
     if not 0 < scale < 1 or not noise_seeds or len(set(noise_seeds)) < len(noise_seeds):
