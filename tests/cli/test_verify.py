@@ -15,8 +15,8 @@ from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError, DataError, RunLockedError
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
-from aqnpipe.runtime.file_lock import FileLock
 from aqnpipe.runtime.job_records import JobRecord
+from aqnpipe.runtime.locks import FileLock
 
 CHECKPOINT = "runs/base/E5/seed0/checkpoints/step2"
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from aqnpipe.errors import RunLockedError
-from aqnpipe.runtime.file_lock import FileLock, remove_scratch, run_lock
+from aqnpipe.runtime.locks import FileLock, remove_scratch, run_lock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from aqnpipe.runtime.file_lock import FileLock
+from aqnpipe.runtime.locks import FileLock
 lock = FileLock(Path(sys.argv[1]))
 assert lock.acquire()
 lock.record_holder()
@@ -182,7 +182,7 @@ def test_the_lock_is_exclusive_and_says_who_has_it(tmp_path):
 def test_a_dead_process_has_no_lock(tmp_path):
     code = (
         "import sys, os, pathlib\n"
-        "from aqnpipe.runtime.file_lock import run_lock\n"
+        "from aqnpipe.runtime.locks import run_lock\n"
         "with run_lock(pathlib.Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path], check=False).returncode == -9
@@ -198,7 +198,7 @@ def test_a_lock_whose_file_was_removed_meanwhile_counts_for_nothing(tmp_path, mo
         (tmp_path / "lock").unlink()
         flock(file, operation)
 
-    monkeypatch.setattr("aqnpipe.runtime.file_lock.fcntl.flock", removed_first)
+    monkeypatch.setattr("aqnpipe.runtime.locks.fcntl.flock", removed_first)
     with pytest.raises(RunLockedError, match="start again"), run_lock(tmp_path):
         pass
 

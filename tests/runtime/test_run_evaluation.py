@@ -15,7 +15,7 @@ from aqnpipe.errors import ModelError, RunLockedError
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
 from aqnpipe.runtime import evaluation_workers
 from aqnpipe.runtime.evaluation_workers import EvaluatedCheckpoint, evaluate_run
-from aqnpipe.runtime.file_lock import run_lock
+from aqnpipe.runtime.locks import run_lock
 
 STEPS = (4, 8)
 

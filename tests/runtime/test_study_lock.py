@@ -14,12 +14,12 @@ import pytest
 
 from aqnpipe.artifacts.files import RESULT_FOLDERS, remove_staged
 from aqnpipe.errors import RunLockedError, StorageError
-from aqnpipe.runtime.study_lock import hold_study, recover_study
+from aqnpipe.runtime.locks import hold_study, recover_study
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from aqnpipe.runtime.study_lock import hold_study
+from aqnpipe.runtime.locks import hold_study
 hold_study(sys.argv[1], Path(sys.argv[2]))
 print("held", flush=True)
 time.sleep(60)

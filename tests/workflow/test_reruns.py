@@ -176,7 +176,7 @@ def test_the_package_in_another_place_repeats_nothing_and_an_edited_one_what_dep
     module = source / "aqnpipe" / "statistics" / "paired.py"
     module.write_text(module.read_text() + "\nEDITED = True\n")
     assert copy_of.planned_cold(source) == REPORTED
-    lock = source / "aqnpipe" / "runtime" / "file_lock.py"
+    lock = source / "aqnpipe" / "runtime" / "locks.py"
     lock.write_text(lock.read_text() + "\nEDITED = True\n")
     shutil.copy(ROOT / "src" / "aqnpipe" / "statistics" / "paired.py", module)
     for path in source.rglob("*.py"):

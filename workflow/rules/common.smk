@@ -28,8 +28,8 @@ from aqnpipe.config.validation_messages import one_of
 from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, DeviceError, ModelError
 from aqnpipe.runtime.device_allocation import computes_on_cpu
 from aqnpipe.runtime.job_records import JobRecords
-from aqnpipe.runtime.file_lock import remove_scratch
-from aqnpipe.runtime.study_lock import hold_study, recover_study
+from aqnpipe.runtime.locks import remove_scratch
+from aqnpipe.runtime.locks import hold_study, recover_study
 from aqnpipe.runtime.warm_start import warm_interpreter
 
 # Snakemake keeps its jobs until it ends. Searching them for garbage again and again took a sixth of the processor time of a

@@ -1,6 +1,6 @@
 """`aqnpipe plan`: which differences a study can find, what it costs, and the cheapest split for a wanted difference."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -102,15 +102,24 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
     evaluation = sum(phase.device_hours for phase in estimate.phases if phase.phase == "evaluation")
     training = sum(phase.device_hours for phase in estimate.phases) - evaluation
     largest = max((families.count(family) for family in families), default=1)
-    sizes = (len(opened.study.seeds), _num_questions(opened), len(config.evaluation.noise_seeds))
-    most_questions = config.dataset.num_test or sizes[1]
+    # Without a number of questions there is no estimate.
+    num_questions = config.evaluation.num_questions or config.dataset.num_test or 0
+    sizes = (len(opened.study.seeds), num_questions, len(config.evaluation.noise_seeds))
+    most_questions = config.dataset.num_test or num_questions
     clusters = _clusters(config.dataset, sizes[1])
     if config.statistics.unit == "batch":
         clusters = Clusters.of([number // config.evaluation.batch_size for number in range(sizes[1])])
     num_clusters = None if clusters is None else clusters.effective_number
     noise_names = config.evaluation.noise_names()
     is_random = {level: config.evaluation.is_random(level) for level in config.evaluation.all_levels()}
-    cost = _Cost(sizes, training, evaluation, tuple(is_random.values()))
+
+    def passes(num_draws: int) -> int:
+        return sum(num_draws if drawn else 1 for drawn in is_random.values())
+
+    def cost(num_seeds: int, num_questions: int, num_draws: int) -> float:
+        """Return the device hours of other numbers, in proportion to the estimate."""
+        answers = num_questions * passes(num_draws) / (sizes[1] * passes(sizes[2]))
+        return num_seeds / sizes[0] * (training + answers * evaluation)
 
     def level_found(level: float) -> PlannedLevel:
         # In other results the level of a named noise may number another one.
@@ -169,32 +178,6 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
 
 def _roots(ends: tuple[float, float] | None) -> tuple[float, float] | None:
     return None if ends is None else (ends[0] ** 0.5, ends[1] ** 0.5)
-
-
-class _Cost:
-    """Device hours of a study with other numbers of seeds, questions and noise draws, in proportion to its estimate."""
-
-    def __init__(
-        self, sizes: tuple[int, int, int], training: float, evaluation: float, level_is_random: Sequence[bool]
-    ) -> None:
-        self._random_levels = sum(level_is_random)
-        self._fixed_levels = len(level_is_random) - self._random_levels
-        self._per_seed = training / sizes[0]
-        self._per_answer = evaluation / (sizes[0] * sizes[1] * self._passes(sizes[2]))
-
-    def _passes(self, num_draws: int) -> int:
-        return self._fixed_levels + self._random_levels * num_draws
-
-    def __call__(self, num_seeds: int, num_questions: int, num_draws: int) -> float:
-        return num_seeds * (self._per_seed + num_questions * self._passes(num_draws) * self._per_answer)
-
-
-def _num_questions(opened: StudyPlan) -> int:
-    config = opened.study.config
-    number = config.evaluation.num_questions or config.dataset.num_test
-    if number is None:
-        raise DataError("evaluation.num_questions: not set, expected a number: the test split has no known size")
-    return number
 
 
 def _clusters(dataset: DatasetConfig, num_questions: int) -> "Clusters | None":

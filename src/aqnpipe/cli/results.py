@@ -173,7 +173,7 @@ def verify(
     if not paths:
         raise ConfigError(f"{results}: {found}, expected the results folder of a study")
     if repair:
-        from aqnpipe.runtime.study_lock import hold_results
+        from aqnpipe.runtime.locks import hold_results
 
         hold_results(str(results))
     records, damages = _records(paths, results)

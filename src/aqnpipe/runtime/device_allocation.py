@@ -24,7 +24,7 @@ from aqnpipe.device import (
     visible_ids,
 )
 from aqnpipe.errors import DeviceError
-from aqnpipe.runtime.file_lock import FileLock
+from aqnpipe.runtime.locks import FileLock
 
 _DEVICE_FILES: dict[DeviceKind, str] = {"npu": "davinci[0-9]*", "cuda": "nvidia[0-9]*"}
 _DEV = Path("/dev")

@@ -34,7 +34,7 @@ from aqnpipe.evaluation.shards import (
 from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, is_evaluated
 from aqnpipe.generation.noisy_passes import NoisyGenerator
 from aqnpipe.runtime.device_allocation import this_node
-from aqnpipe.runtime.file_lock import remove_locked, run_lock
+from aqnpipe.runtime.locks import remove_locked, run_lock
 from aqnpipe.runtime.ray_cluster import RESOURCES, how_it_ended, ray_cluster, send_output_to
 
 REQUESTED_BY = "resource workers of rule evaluate"

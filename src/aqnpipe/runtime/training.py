@@ -27,8 +27,8 @@ from aqnpipe.device import COLLECTIVES, DeviceKind, local_device_index, resolve_
 from aqnpipe.errors import AqnpipeError, WorkerError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.runtime.device_allocation import this_node
-from aqnpipe.runtime.file_lock import run_lock
 from aqnpipe.runtime.jobs import STOP_SIGNALS, disk_errors
+from aqnpipe.runtime.locks import run_lock
 from aqnpipe.runtime.ray_cluster import RESOURCES, how_it_ended, ray_cluster, send_output_to
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.run import TrainingInputs, run_label, run_worker
