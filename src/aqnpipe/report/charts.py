@@ -240,18 +240,8 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
     levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
     wide = _needs_width(len(rows), levels)
     base = alt.Chart(rows, width=_WIDE if wide else PANEL_WIDTH, height=PANEL_HEIGHT + 30 * wide)
-    x, offset = _level_axis(levels, words), _arm_offset(keys)
-    title = words("axis.difference")
-    colour = colour_scale("arm", keys)
-    common = {"xOffset": offset, "color": colour, "description": "about:N"}
-    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
-    chart = alt.layer(
-        zero.encode(alt.Y("zero:Q").title(title)),
-        base.mark_rule(strokeWidth=2, opacity=0.8).encode(
-            x, alt.Y("ci_low:Q").title(title), alt.Y2("ci_high:Q"), **common | {"description": "plain:N"}
-        ),
-        base.mark_point(filled=True, size=44, opacity=1).encode(x, alt.Y("difference:Q").title(title), **common),
-    )
+    base = base.encode(_level_axis(levels, words), xOffset=_arm_offset(keys), color=colour_scale("arm", keys))
+    chart = effects(base, words("axis.difference"), upright=True, opacity=0.8, rule_text="plain:N")
     reference = rows["reference"][0]
     return panel(
         words("robustness.differences", reference=reference),
@@ -263,24 +253,38 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
 
 def segment_panel(segments: Sequence[SegmentEffect], by: SegmentBy, words: Words) -> Panel:
     """Return the difference of one claim in every segment, as a dot with its interval."""
-
     fields, names = {"segment", "num_questions", "difference", "ci_low", "ci_high"}, [one.segment for one in segments]
     rows = told(pl.DataFrame([one.model_dump(include=fields) for one in segments]), "mark.segment", words, series="")
     rows = rows.with_columns(pl.col("segment").alias("arm"))
     base = alt.Chart(in_points(rows), width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names))
-    chart = forest(base, _arm_axis(names), words("axis.difference"), description="about:N")
+    chart = effects(base.encode(_arm_axis(names)), words("axis.difference"))
     heading = words(f"segment.{by}")
     return panel(heading, chart, words("alt.segments", by=heading))
 
 
-def forest(base: alt.Chart, y: alt.Y, title: str, **channels: str) -> alt.TopLevelMixin:
-    """Return a row per difference with its interval, and a rule at 0; columns difference, ci_low and ci_high."""
+def effects(
+    base: alt.Chart,
+    title: str,
+    *,
+    upright: bool = False,
+    opacity: Any = alt.Undefined,
+    rule_text: str | None = None,
+    dot_text: str | None = "about:N",
+) -> alt.TopLevelMixin:
+    """Return a dot per difference with its interval, and a rule at 0; columns difference, ci_low and ci_high.
+
+    base: has the data and the other axis. upright: differences are on the vertical axis. opacity: of the intervals.
+    rule_text, dot_text: columns with the descriptions of intervals and dots, if any.
+    """
+    value, end = (alt.Y, alt.Y2) if upright else (alt.X, alt.X2)
     zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
+    rules = base.mark_rule(strokeWidth=2, color=INK, opacity=opacity)
     dots = base.mark_point(filled=True, size=44, opacity=1, color=INK)
+    about_rules, about_dots = ({} if text is None else {"description": text} for text in (rule_text, dot_text))
     return alt.layer(
-        zero.encode(alt.X("zero:Q").title(title)),
-        base.mark_rule(strokeWidth=2, color=INK).encode(alt.X("ci_low:Q").title(title), alt.X2("ci_high:Q"), y),
-        dots.encode(alt.X("difference:Q").title(title), y, **channels),
+        zero.encode(value("zero:Q").title(title)),
+        rules.encode(value("ci_low:Q").title(title), end("ci_high:Q"), **about_rules),
+        dots.encode(value("difference:Q").title(title), **about_dots),
     )
 
 
@@ -291,18 +295,11 @@ def in_points(differences: pl.DataFrame) -> pl.DataFrame:
 
 def look_panel(looks: Sequence[ClaimAtLook], claim: str, words: Words) -> Panel:
     """Return the difference of one claim with its repeated interval at every look, over the seeds."""
-
     rows = pl.DataFrame([look.model_dump(include={"seeds", "difference", "ci_low", "ci_high"}) for look in looks])
-    rows, title = in_points(told(rows, "mark.look", words, series="")), words("axis.difference")
     x = alt.X("seeds:Q").title(words("column.seeds_at_look")).scale(zero=False, padding=20)
-    base = base_chart(rows).encode(x.axis(grid=False, format="d", values=rows["seeds"].to_list()))
-    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
-    y = alt.Y("difference:Q").title(title)
-    chart = alt.layer(
-        zero.encode(alt.Y("zero:Q").title(title)),
-        base.mark_rule(strokeWidth=2, color=INK).encode(alt.Y("ci_low:Q").title(title), alt.Y2("ci_high:Q")),
-        base.mark_point(filled=True, size=44, opacity=1, color=INK).encode(y, description="about:N"),
-    )
+    base = base_chart(in_points(told(rows, "mark.look", words, series="")))
+    base = base.encode(x.axis(grid=False, format="d", values=rows["seeds"].to_list()))
+    chart = effects(base, words("axis.difference"), upright=True)
     return panel(claim, chart, words("alt.looks", claim=claim))
 
 

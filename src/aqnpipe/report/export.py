@@ -84,7 +84,7 @@ def claims_panel(overview: ClaimsOverview, comparisons: pl.DataFrame, words: Wor
     )
     y = alt.Y("claim:N", axis=axis).sort(names).title(None)
     title = words("claims.axis")
-    return charts.panel(words("claims.label"), charts.forest(base, y, title), title, wide=True)
+    return charts.panel(words("claims.label"), charts.effects(base.encode(y), title, dot_text=None), title, wide=True)
 
 
 FigureFormat = Literal["pdf", "svg"]
