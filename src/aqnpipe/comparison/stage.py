@@ -7,8 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from aqnpipe.artifacts.comparisons import (
@@ -65,8 +63,6 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
 from aqnpipe.statistics.multiple_testing import interval_level
 from aqnpipe.statistics.sample_sizes import variance_parts
-
-FloatArray = npt.NDArray[np.float64]
 
 __all__ = ["ComparisonOutputs", "EvaluationInput", "compare", "existing_evaluations"]
 

@@ -93,27 +93,20 @@ def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> 
 def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float], words: Words) -> alt.TopLevelMixin:
     names = _present(keys, rows)
     many = is_crowded(len(names), len(rows))
-    y = _arm_axis(names)
-    offset = alt.YOffset("seed:N").scale(paddingOuter=0.5)
     title = words("axis.accuracy")
-    x = alt.X("accuracy:Q").title(title).scale(domain=bounds, nice=True, zero=False)
-    colour = colour_scale("arm", keys)
+    x, low = (
+        alt.X(f"{end}:Q").title(title).scale(domain=bounds, nice=True, zero=False) for end in ("accuracy", "ci_low")
+    )
+    y, offset = _arm_axis(names), alt.YOffset("seed:N").scale(paddingOuter=0.5)
     seeds = told(rows, "mark.printed" if (rows["seed"] < 0).all() else "mark.accuracy", words, small=many)
     base = alt.Chart(seeds, width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
-    means = told(mean_and_range(rows, "arm"), "mark.mean", words)
-    intervals = base.mark_rule(strokeWidth=1.4, opacity=0.7).encode(
-        alt.X("ci_low:Q").title(title).scale(domain=bounds, nice=True, zero=False),
-        alt.X2("ci_high:Q"),
-        y,
-        yOffset=offset,
-        color=colour,
-        description="about:N",
-    )
-    dots = base.mark_point(filled=True, size=12 if many else 36, opacity=1)
+    base = base.encode(y, yOffset=offset, color=colour_scale("arm", keys), description="about:N")
+    means = alt.Chart(told(mean_and_range(rows, "arm"), "mark.mean", words))
     layers = [
-        dots.encode(x, y, yOffset=offset, color=colour, description="about:N"),
-        alt.Chart(means).mark_tick(thickness=2, size=9 if many else 26, color=INK).encode(x, y, description="about:N"),
+        base.mark_point(filled=True, size=12 if many else 36, opacity=1).encode(x),
+        means.mark_tick(thickness=2, size=9 if many else 26, color=INK).encode(x, y, description="about:N"),
     ]
+    intervals = base.mark_rule(strokeWidth=1.4, opacity=0.7).encode(low, alt.X2("ci_high:Q"))
     return alt.layer(*([] if many else [intervals]), *layers)
 
 
