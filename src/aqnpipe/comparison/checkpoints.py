@@ -3,7 +3,6 @@
 What they show holds for these weights. Whether a recipe of training makes the difference needs several runs of it.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
@@ -102,8 +101,7 @@ def _questions_needed(estimate: Estimate, adjusted: Adjusted, alpha: float) -> i
     if adjusted.p_value < alpha or estimate.spread is None:
         return None
     parts = VarianceParts(seed=0.0, question=estimate.spread.variance * estimate.num_units, residual=0.0)
-    units = questions_needed(parts, 1, abs(estimate.difference), adjusted.level / 2, POWER)
-    return None if units is None else math.ceil(units * estimate.num_questions / estimate.num_units)
+    return estimate.questions_of(questions_needed(parts, 1, abs(estimate.difference), adjusted.level / 2, POWER))
 
 
 def _accuracies_of(

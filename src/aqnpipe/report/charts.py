@@ -171,18 +171,28 @@ def row_height(names: Sequence[str]) -> int:
 
 
 def _arm_axis(names: Sequence[str]) -> alt.Y:
-    size = 9 if len(names) > MANY_ARMS else 11
+    return row_axis("arm", names, names, 9 if len(names) > MANY_ARMS else 11, _ARM_LABEL_WIDTH)
+
+
+def row_axis(
+    field: str, names: Sequence[str], lines: Iterable[str], font_size: int, limit: float = 0, **axis: Any
+) -> alt.Y:
+    """Return the axis of rows in the order of `names`; `lines`: all lines of their labels. limit: of width, 0 for none.
+
+    axis: further properties of the axis.
+    """
     return (
-        alt.Y("arm:N")
+        alt.Y(f"{field}:N")
         .sort(list(names))
         .title(None)
         .axis(
             labelColor=INK,
             ticks=False,
             domain=False,
-            labelLimit=_ARM_LABEL_WIDTH,
-            labelFontSize=size,
-            minExtent=room_for_labels(names, size, _ARM_LABEL_WIDTH),
+            labelLimit=limit,
+            labelFontSize=font_size,
+            minExtent=room_for_labels(lines, font_size, limit or math.inf),
+            **axis,
         )
     )
 
