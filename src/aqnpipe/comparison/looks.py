@@ -70,8 +70,7 @@ def claims_at(
     contrasts = Contrasts(study.with_seeds(seeds), loaded)
     claims: dict[str, ClaimAtLook] = {}
     found: dict[str, Evidence] = {}
-    named = comparison_ids(study.comparisons())
-    for name, comparison in named.items():
+    for name, comparison in comparison_ids(study.comparisons()).items():
         if name in known and known[name].state != "open":
             claims[name] = known[name]
             continue
@@ -83,17 +82,7 @@ def claims_at(
             continue
         found[name] = evidence = evidence_of(contrast, contrast.scores.estimate())
         claims[name] = start.model_copy(update=_numbers(evidence, looks, number))
-    # A claim that was decided keeps its p-values and its place in the families. One that cannot be tested keeps its
-    # place with a p-value of 1.
-    tests, others = adjusted_tests(
-        named,
-        {name: 1.0 if claim.p_looks is None else claim.p_looks for name, claim in claims.items()},
-        {name: claim.p_other for name, claim in claims.items() if claim.p_other is not None},
-        design.alpha,
-    )
-    for name, evidence in found.items():
-        claims[name] = _after_look(claims[name], evidence, (tests[name], others.get(name)), design, looks, number)
-    return tuple(claims.values())
+    return tuple(_with_states(claims, found, study, design, looks, number).values())
 
 
 def _numbers(evidence: Evidence, looks: Looks, number: int) -> dict[str, object]:
@@ -108,6 +97,32 @@ def _numbers(evidence: Evidence, looks: Looks, number: int) -> dict[str, object]
         "p_value": evidence.p_value,
         "p_looks": adjusted(evidence.p_value, one_sided=claim.margin is not None),
         "p_other": None if other is None else adjusted(other, one_sided=claim.test == "non_inferiority"),
+    }
+
+
+def _with_states(
+    claims: Mapping[str, ClaimAtLook],
+    found: Mapping[str, Evidence],
+    study: Study,
+    design: LookDesign,
+    looks: Looks,
+    number: int,
+) -> dict[str, ClaimAtLook]:
+    """Return the claims with p-values adjusted over their families, and with their states after this look.
+
+    A claim that was decided keeps its p-values and its place in the families. One that cannot be tested keeps its place
+    with a p-value of 1.
+    """
+    named = comparison_ids(study.comparisons())
+    tests, others = adjusted_tests(
+        named,
+        {name: 1.0 if claim.p_looks is None else claim.p_looks for name, claim in claims.items()},
+        {name: claim.p_other for name, claim in claims.items() if claim.p_other is not None},
+        design.alpha,
+    )
+    return dict(claims) | {
+        name: _after_look(claims[name], evidence, (tests[name], others.get(name)), design, looks, number)
+        for name, evidence in found.items()
     }
 
 
