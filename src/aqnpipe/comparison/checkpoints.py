@@ -3,10 +3,8 @@
 What they show holds for these weights. Whether a recipe of training makes the difference needs several runs of it.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +24,6 @@ from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
 from aqnpipe.statistics.multiple_testing import Adjusted, adjusted_within_families
 from aqnpipe.statistics.sample_sizes import VarianceParts, questions_needed
 
-Row = TypeVar("Row", CheckpointAccuracy, CheckpointComparison)
 FloatArray = npt.NDArray[np.float64]
 Compared = tuple[CheckpointComparison, Estimate | None]
 """A comparison without its numbers, and their estimate; None where it was refused."""
@@ -47,7 +44,7 @@ def report_of(
     settings all share.
     """
     names = [evaluation.source.model for evaluation in evaluations]
-    names_of_noises = spec.evaluation.noise_names()
+    noises = spec.evaluation.noise_names()
     return RobustnessReport(
         data=data,
         prompt=_prompt_in_words(spec.prompt),
@@ -59,8 +56,11 @@ def report_of(
             EvaluatedCheckpoint(name=name, source=sources[name], weights_sha256=evaluation.weights or "")
             for name, evaluation in zip(names, evaluations, strict=True)
         ),
-        accuracies=tuple(_named(row, names_of_noises) for row in _accuracies_of(evaluations)),
-        comparisons=tuple(_named(row, names_of_noises) for row in compare_checkpoints(evaluations, alpha)),
+        accuracies=tuple(_accuracies_of(evaluations, noises)),
+        comparisons=tuple(
+            row.model_copy(update={"noise": noises.get(row.noise_level)})
+            for row in compare_checkpoints(evaluations, alpha)
+        ),
         notes=tuple(_notes(evaluations, alpha)),
     )
 
@@ -101,22 +101,17 @@ def _questions_needed(estimate: Estimate, adjusted: Adjusted, alpha: float) -> i
     if adjusted.p_value < alpha or estimate.spread is None:
         return None
     parts = VarianceParts(seed=0.0, question=estimate.spread.variance * estimate.num_units, residual=0.0)
-    units = questions_needed(parts, 1, abs(estimate.difference), adjusted.level / 2, POWER)
-    return None if units is None else math.ceil(units * estimate.num_questions / estimate.num_units)
+    return estimate.questions_of(questions_needed(parts, 1, abs(estimate.difference), adjusted.level / 2, POWER))
 
 
-def _named(row: Row, names: Mapping[float, str]) -> Row:
-    """Return a row with the name of its noise, if it has one."""
-    return row.model_copy(update={"noise": names.get(row.noise_level)})
-
-
-def _accuracies_of(evaluations: Sequence[LoadedEvaluation]) -> tuple[CheckpointAccuracy, ...]:
+def _accuracies_of(
+    evaluations: Sequence[LoadedEvaluation], noises: Mapping[float, str]
+) -> Iterator[CheckpointAccuracy]:
     columns = [name for name in CheckpointAccuracy.model_fields if name not in ("checkpoint", "noise")]
-    return tuple(
-        CheckpointAccuracy(checkpoint=evaluation.source.model, **{name: row[name] for name in columns})
-        for evaluation in evaluations
-        for row in evaluation.accuracy.to_dicts()
-    )
+    for evaluation in evaluations:
+        for row in evaluation.accuracy.to_dicts():
+            own = {name: row[name] for name in columns}
+            yield CheckpointAccuracy(checkpoint=evaluation.source.model, noise=noises.get(row["noise_level"]), **own)
 
 
 def _notes(evaluations: Sequence[LoadedEvaluation], alpha: float) -> Iterator[str]:

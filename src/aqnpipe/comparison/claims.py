@@ -303,25 +303,14 @@ def contrasts_at_looks(
 
 def judgement_at_look(judgement: Judgement, claim: ClaimAtLook) -> Judgement:
     """Return the judgement with verdict, interval and p-values of the last look, which are adjusted for all looks."""
-    numbers = (claim.p_value, claim.p_looks, claim.p_holm, claim.ci_low, claim.ci_high, claim.interval_level)
-    if any(number is None for number in numbers):
+    names = ("p_value", "p_looks", "ci_low", "ci_high", "interval_level")
+    numbers = {name: getattr(claim, name) for name in names}
+    if claim.p_looks is None or claim.p_holm is None or None in numbers.values():
         return replace(judgement, verdict="not_shown", seeds_needed=None)
-    p_value, p_looks, p_holm, low, high, level = (float(number or 0.0) for number in numbers)
-    claimed = replace(judgement.claimed, p_value=p_looks, p_holm=p_holm)
-    other = judgement.other
+    claimed, other = replace(judgement.claimed, p_value=claim.p_looks, p_holm=claim.p_holm), judgement.other
     if other is not None and claim.p_other is not None and claim.p_other_holm is not None:
         other = replace(other, p_value=claim.p_other, p_holm=claim.p_other_holm)
-    return replace(
-        judgement,
-        verdict=_VERDICTS[claim.state],
-        p_value=p_value,
-        p_looks=p_looks,
-        claimed=claimed,
-        other=other,
-        interval_level=level,
-        ci_low=low,
-        ci_high=high,
-    )
+    return replace(judgement, verdict=_VERDICTS[claim.state], claimed=claimed, other=other, **numbers)
 
 
 def look_statement(claim: ClaimAtLook, comparison: Comparison) -> Statement:

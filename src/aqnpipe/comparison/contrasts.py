@@ -153,7 +153,7 @@ class Contrasts:
 
     def runs_of(self, model: str, arm: str) -> list[LoadedEvaluation]:
         """Return the evaluations of the last step of every seed of an arm; RefusedError names missing ones."""
-        wanted = [(model, arm, seed, self._last_step(arm)) for seed in self._seeds(arm)]
+        wanted = self._keys(Side(model, arm, 0.0))
         self._refuse_missing(wanted)
         return [self._evaluations[key] for key in wanted]
 

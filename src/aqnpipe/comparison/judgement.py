@@ -1,6 +1,5 @@
 """Judge a claim: p-value, interval and verdict of an estimate, by the test that the comparison declares."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -186,18 +185,13 @@ def judge(
         verdict=verdict,
         minimum_detectable=_minimum_detectable(parts, estimate, *sizes) if can_be_decided else None,
         seeds_needed=seeds_needed(parts, estimate.num_units, distance, *deciding) if more_seeds else None,
-        questions_needed=_questions_needed(parts, estimate, distance, *deciding) if can_extrapolate else None,
+        questions_needed=estimate.questions_of(questions_needed(parts, estimate.num_seeds, distance, *deciding))
+        if can_extrapolate
+        else None,
         seeds_for=tuple(seeds_needed(parts, estimate.num_units, effect, *sizes) for effect in EFFECTS)
         if more_seeds and claim.margin is None and verdict == "not_shown"
         else (),
     )
-
-
-def _questions_needed(
-    parts: VarianceParts, estimate: Estimate, distance: float, tail: float, power: float
-) -> int | None:
-    units = questions_needed(parts, estimate.num_seeds, distance, tail, power)
-    return None if units is None else math.ceil(units * estimate.num_questions / estimate.num_units)
 
 
 def _minimum_detectable(parts: VarianceParts, estimate: Estimate, tail: float, power: float) -> float | None:

@@ -7,8 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from aqnpipe.artifacts.comparisons import (
@@ -66,9 +64,13 @@ from aqnpipe.config.study import Study
 from aqnpipe.statistics.multiple_testing import interval_level
 from aqnpipe.statistics.sample_sizes import variance_parts
 
-FloatArray = npt.NDArray[np.float64]
-
 __all__ = ["ComparisonOutputs", "EvaluationInput", "compare", "existing_evaluations"]
+
+_OF_JUDGEMENTS = (
+    *("verdict", "p_value", "p_looks", "interval_level", "ci_low", "ci_high"),
+    *("seeds_needed", "questions_needed"),
+)
+"""Columns that are fields of a judgement."""
 
 
 @dataclass(frozen=True)
@@ -286,13 +288,6 @@ def _judgement_columns(judgement: Judgement, *, has_margin: bool) -> dict[str, A
         "p_holm": None if judgement.p_value is None else judgement.claimed.p_holm,
         "minimum_detectable_difference": judgement.minimum_detectable,
     }
-
-
-_OF_JUDGEMENTS = (
-    *("verdict", "p_value", "p_looks", "interval_level", "ci_low", "ci_high"),
-    *("seeds_needed", "questions_needed"),
-)
-"""Columns that are fields of a judgement."""
 
 
 def _refused(refusal: Refusal, level: float) -> tuple[dict[str, Any], dict[str, Any]]:

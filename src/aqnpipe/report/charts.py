@@ -93,27 +93,20 @@ def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> 
 def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float], words: Words) -> alt.TopLevelMixin:
     names = _present(keys, rows)
     many = is_crowded(len(names), len(rows))
-    y = _arm_axis(names)
-    offset = alt.YOffset("seed:N").scale(paddingOuter=0.5)
     title = words("axis.accuracy")
-    x = alt.X("accuracy:Q").title(title).scale(domain=bounds, nice=True, zero=False)
-    colour = colour_scale("arm", keys)
+    x, low = (
+        alt.X(f"{end}:Q").title(title).scale(domain=bounds, nice=True, zero=False) for end in ("accuracy", "ci_low")
+    )
+    y, offset = _arm_axis(names), alt.YOffset("seed:N").scale(paddingOuter=0.5)
     seeds = told(rows, "mark.printed" if (rows["seed"] < 0).all() else "mark.accuracy", words, small=many)
     base = alt.Chart(seeds, width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
-    means = told(mean_and_range(rows, "arm"), "mark.mean", words)
-    intervals = base.mark_rule(strokeWidth=1.4, opacity=0.7).encode(
-        alt.X("ci_low:Q").title(title).scale(domain=bounds, nice=True, zero=False),
-        alt.X2("ci_high:Q"),
-        y,
-        yOffset=offset,
-        color=colour,
-        description="about:N",
-    )
-    dots = base.mark_point(filled=True, size=12 if many else 36, opacity=1)
+    base = base.encode(y, yOffset=offset, color=colour_scale("arm", keys), description="about:N")
+    means = alt.Chart(told(mean_and_range(rows, "arm"), "mark.mean", words))
     layers = [
-        dots.encode(x, y, yOffset=offset, color=colour, description="about:N"),
-        alt.Chart(means).mark_tick(thickness=2, size=9 if many else 26, color=INK).encode(x, y, description="about:N"),
+        base.mark_point(filled=True, size=12 if many else 36, opacity=1).encode(x),
+        means.mark_tick(thickness=2, size=9 if many else 26, color=INK).encode(x, y, description="about:N"),
     ]
+    intervals = base.mark_rule(strokeWidth=1.4, opacity=0.7).encode(low, alt.X2("ci_high:Q"))
     return alt.layer(*([] if many else [intervals]), *layers)
 
 
@@ -178,18 +171,28 @@ def row_height(names: Sequence[str]) -> int:
 
 
 def _arm_axis(names: Sequence[str]) -> alt.Y:
-    size = 9 if len(names) > MANY_ARMS else 11
+    return row_axis("arm", names, names, 9 if len(names) > MANY_ARMS else 11, _ARM_LABEL_WIDTH)
+
+
+def row_axis(
+    field: str, names: Sequence[str], lines: Iterable[str], font_size: int, limit: float = 0, **axis: Any
+) -> alt.Y:
+    """Return the axis of rows in the order of `names`; `lines`: all lines of their labels. limit: of width, 0 for none.
+
+    axis: further properties of the axis.
+    """
     return (
-        alt.Y("arm:N")
+        alt.Y(f"{field}:N")
         .sort(list(names))
         .title(None)
         .axis(
             labelColor=INK,
             ticks=False,
             domain=False,
-            labelLimit=_ARM_LABEL_WIDTH,
-            labelFontSize=size,
-            minExtent=room_for_labels(names, size, _ARM_LABEL_WIDTH),
+            labelLimit=limit,
+            labelFontSize=font_size,
+            minExtent=room_for_labels(lines, font_size, limit or math.inf),
+            **axis,
         )
     )
 
@@ -240,18 +243,8 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
     levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
     wide = _needs_width(len(rows), levels)
     base = alt.Chart(rows, width=_WIDE if wide else PANEL_WIDTH, height=PANEL_HEIGHT + 30 * wide)
-    x, offset = _level_axis(levels, words), _arm_offset(keys)
-    title = words("axis.difference")
-    colour = colour_scale("arm", keys)
-    common = {"xOffset": offset, "color": colour, "description": "about:N"}
-    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
-    chart = alt.layer(
-        zero.encode(alt.Y("zero:Q").title(title)),
-        base.mark_rule(strokeWidth=2, opacity=0.8).encode(
-            x, alt.Y("ci_low:Q").title(title), alt.Y2("ci_high:Q"), **common | {"description": "plain:N"}
-        ),
-        base.mark_point(filled=True, size=44, opacity=1).encode(x, alt.Y("difference:Q").title(title), **common),
-    )
+    base = base.encode(_level_axis(levels, words), xOffset=_arm_offset(keys), color=colour_scale("arm", keys))
+    chart = effects(base, words("axis.difference"), upright=True, opacity=0.8, rule_text="plain:N")
     reference = rows["reference"][0]
     return panel(
         words("robustness.differences", reference=reference),
@@ -263,24 +256,38 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
 
 def segment_panel(segments: Sequence[SegmentEffect], by: SegmentBy, words: Words) -> Panel:
     """Return the difference of one claim in every segment, as a dot with its interval."""
-
     fields, names = {"segment", "num_questions", "difference", "ci_low", "ci_high"}, [one.segment for one in segments]
     rows = told(pl.DataFrame([one.model_dump(include=fields) for one in segments]), "mark.segment", words, series="")
     rows = rows.with_columns(pl.col("segment").alias("arm"))
     base = alt.Chart(in_points(rows), width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names))
-    chart = forest(base, _arm_axis(names), words("axis.difference"), description="about:N")
+    chart = effects(base.encode(_arm_axis(names)), words("axis.difference"))
     heading = words(f"segment.{by}")
     return panel(heading, chart, words("alt.segments", by=heading))
 
 
-def forest(base: alt.Chart, y: alt.Y, title: str, **channels: str) -> alt.TopLevelMixin:
-    """Return a row per difference with its interval, and a rule at 0; columns difference, ci_low and ci_high."""
+def effects(
+    base: alt.Chart,
+    title: str,
+    *,
+    upright: bool = False,
+    opacity: Any = alt.Undefined,
+    rule_text: str | None = None,
+    dot_text: str | None = "about:N",
+) -> alt.TopLevelMixin:
+    """Return a dot per difference with its interval, and a rule at 0; columns difference, ci_low and ci_high.
+
+    base: has the data and the other axis. upright: differences are on the vertical axis. opacity: of the intervals.
+    rule_text, dot_text: columns with the descriptions of intervals and dots, if any.
+    """
+    value, end = (alt.Y, alt.Y2) if upright else (alt.X, alt.X2)
     zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
+    rules = base.mark_rule(strokeWidth=2, color=INK, opacity=opacity)
     dots = base.mark_point(filled=True, size=44, opacity=1, color=INK)
+    about_rules, about_dots = ({} if text is None else {"description": text} for text in (rule_text, dot_text))
     return alt.layer(
-        zero.encode(alt.X("zero:Q").title(title)),
-        base.mark_rule(strokeWidth=2, color=INK).encode(alt.X("ci_low:Q").title(title), alt.X2("ci_high:Q"), y),
-        dots.encode(alt.X("difference:Q").title(title), y, **channels),
+        zero.encode(value("zero:Q").title(title)),
+        rules.encode(value("ci_low:Q").title(title), end("ci_high:Q"), **about_rules),
+        dots.encode(value("difference:Q").title(title), **about_dots),
     )
 
 
@@ -291,18 +298,11 @@ def in_points(differences: pl.DataFrame) -> pl.DataFrame:
 
 def look_panel(looks: Sequence[ClaimAtLook], claim: str, words: Words) -> Panel:
     """Return the difference of one claim with its repeated interval at every look, over the seeds."""
-
     rows = pl.DataFrame([look.model_dump(include={"seeds", "difference", "ci_low", "ci_high"}) for look in looks])
-    rows, title = in_points(told(rows, "mark.look", words, series="")), words("axis.difference")
     x = alt.X("seeds:Q").title(words("column.seeds_at_look")).scale(zero=False, padding=20)
-    base = base_chart(rows).encode(x.axis(grid=False, format="d", values=rows["seeds"].to_list()))
-    zero = alt.Chart(pl.DataFrame({"zero": [0.0]})).mark_rule(color=INK, strokeWidth=1)
-    y = alt.Y("difference:Q").title(title)
-    chart = alt.layer(
-        zero.encode(alt.Y("zero:Q").title(title)),
-        base.mark_rule(strokeWidth=2, color=INK).encode(alt.Y("ci_low:Q").title(title), alt.Y2("ci_high:Q")),
-        base.mark_point(filled=True, size=44, opacity=1, color=INK).encode(y, description="about:N"),
-    )
+    base = base_chart(in_points(told(rows, "mark.look", words, series="")))
+    base = base.encode(x.axis(grid=False, format="d", values=rows["seeds"].to_list()))
+    chart = effects(base, words("axis.difference"), upright=True)
     return panel(claim, chart, words("alt.looks", claim=claim))
 
 

@@ -37,7 +37,7 @@ from aqnpipe.report.charts import Panel
 from aqnpipe.report.claims import ClaimsOverview
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.machines import machine_scales
-from aqnpipe.report.markup import INK, light_spec
+from aqnpipe.report.markup import light_spec
 from aqnpipe.report.stage import facts
 from aqnpipe.report.summary import markdown
 from aqnpipe.report.tables import Figure, PanelGroup, Row, Table, arm_table, table
@@ -72,19 +72,11 @@ def claims_panel(overview: ClaimsOverview, comparisons: pl.DataFrame, words: Wor
     lines = [name.split("\n") for name in names]
     row_height = _LINE_HEIGHT * (1 + max(map(len, lines)))
     base = alt.Chart(charts.in_points(pl.DataFrame(drawn)), width=_WIDTH, height=row_height * len(drawn))
-    axis = alt.Axis(
-        labelColor=INK,
-        ticks=False,
-        domain=False,
-        labelLimit=0,
-        labelLineHeight=_LINE_HEIGHT,
-        labelFontSize=_FONT_SIZE,
-        minExtent=charts.room_for_labels((line for claim in lines for line in claim), _FONT_SIZE),
-        labelExpr="split(datum.label, '\\n')",
-    )
-    y = alt.Y("claim:N", axis=axis).sort(names).title(None)
+    split = "split(datum.label, '\\n')"
+    all_lines = [line for claim in lines for line in claim]
+    y = charts.row_axis("claim", names, all_lines, _FONT_SIZE, labelLineHeight=_LINE_HEIGHT, labelExpr=split)
     title = words("claims.axis")
-    return charts.panel(words("claims.label"), charts.forest(base, y, title), title, wide=True)
+    return charts.panel(words("claims.label"), charts.effects(base.encode(y), title, dot_text=None), title, wide=True)
 
 
 FigureFormat = Literal["pdf", "svg"]

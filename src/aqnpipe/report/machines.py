@@ -287,7 +287,6 @@ def _picture(parity: ParityFile, columns: Sequence[_Column], words: Words) -> tu
         return None
     title = words("scale.picture")
     keys = [SeriesKey(kind, n) for n, kind in enumerate(dict.fromkeys(str(row["kind"]) for row in rows), start=1)]
-
     shown = charts.told(pl.DataFrame(rows), "mark.error", words, series="", what=title)
     x = charts.number_axis("layer", words("axis.layer"))
     y = alt.Y("error:Q").title(words("axis.relative_error")).scale(type="log").axis(format="~g", tickCount=5)

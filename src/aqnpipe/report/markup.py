@@ -10,7 +10,7 @@ from typing import Any
 
 import altair as alt
 import vl_convert
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 from markupsafe import Markup, escape
 
 from aqnpipe.report.words import visible
@@ -25,10 +25,10 @@ class Inline:
 
 
 def page_template(name: str) -> Template:
-    """Return the template `name`; of the values that it gets, only `Markup` stays markup."""
+    """Return the template `name`; of the values that one of HTML gets, only `Markup` stays markup."""
     environment = Environment(
         loader=PackageLoader("aqnpipe.report"),
-        autoescape=True,
+        autoescape=select_autoescape(disabled_extensions=("md.jinja",), default=True),
         finalize=_visible,
         undefined=StrictUndefined,
         trim_blocks=True,

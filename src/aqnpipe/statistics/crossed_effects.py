@@ -4,6 +4,7 @@ d[seed, question] is the correctness of the treatment minus that of the control 
 noise seeds. A claim about arms must hold for other seeds and other questions, so both count as samples of a population.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -63,6 +64,10 @@ class Estimate:
         """
         low, high = self.interval(level)
         return {"difference": self.difference, "ci_low": max(low, -bound), "ci_high": min(high, bound)}
+
+    def questions_of(self, num_units: int | None) -> int | None:
+        """Return the number of questions in a number of units; None for None."""
+        return None if num_units is None else math.ceil(num_units * self.num_questions / self.num_units)
 
     def two_sided_p(self) -> float:
         """p-value against "no difference": McNemar's score test for counts, else from the spread."""
