@@ -38,7 +38,7 @@ def test_noise_that_vllm_cannot_roll_out_under_is_refused(config):
     config["evaluation"]["noise_levels"] = [0.0]
     config["comparisons"] = []
     config["report"].pop("explore", None)
-    with pytest.raises(ConfigError, match=r"arms\.E5: vLLM cannot draw its rollouts: operator_noise.attention is dec"):
+    with pytest.raises(ConfigError, match=r"arms\.E5: vLLM cannot make its rollouts: operator_noise.attention is dec"):
         load_study(config)
 
 
