@@ -224,7 +224,8 @@ Lines = dict[str, list[str]]
 def table_of(lines: Lines) -> str:
     """Return counts, the table of families and the table of refusals as Markdown."""
     columns = list(zip(*(found[0].strip("| ").split(" | ")[2:] for found in lines.values()), strict=True))
-    counts = [f"{name}: {len(lines) - cells.count('unsupported')}" for name, cells in zip(COLUMNS, columns, strict=True)]
+    without = [cells.count("unsupported") for cells in columns]
+    counts = [f"{name}: {len(lines) - number}" for name, number in zip(COLUMNS, without, strict=True)]
     header = ["family", "model", *COLUMNS]
     return "\n".join(
         [

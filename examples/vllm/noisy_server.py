@@ -88,6 +88,6 @@ if __name__ == "__main__":
         print(post(f"{address}/v1/completions", question)["choices"][0]["text"])
         for worker in post(f"{address}/collective_rpc", {"method": "aqnpipe_receipt"})["results"]:
             if worker["problems"]:
-                raise SystemExit("receipt refused: " + "; ".join(worker["problems"]))
+                raise SystemExit("receipt invalid: " + "; ".join(worker["problems"]))
             passes, numbers = (sum(row.get(what, 0) for row in worker["receipt"]["rows"]) for what in COLUMNS)
             print(f"{passes} forwards with noise; {numbers} numbers were recomputed")

@@ -347,7 +347,7 @@ def _prompt(call: Any) -> bool:
     return bool(call.phase != "backward" and not call.state.reads_one_token)
 
 
-_NOISE = r"(noise|random numbers|draw|measured scale|noised value|recomputed|escaped|clean|noised)"
+_NOISE = r"(noise|random numbers|draw|measured scale|noised value|recomputed|had no error|clean|noised)"
 
 SABOTAGES = of_group(
     "place",

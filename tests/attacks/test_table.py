@@ -11,7 +11,7 @@ from table import BEGIN, END, ROOT, row_of, summary_of, write_rows, write_summar
 
 FIRST, SECOND = SABOTAGES[:2]
 REPEAT = next(sabotage for sabotage in SABOTAGES if sabotage.facts == 10)
-CAUGHT = Outcome("train: ReceiptError", 'receipt refused, "E5"')
+CAUGHT = Outcome("train: ReceiptError", 'receipt invalid, "E5"')
 SILENT = Outcome(None, "nothing was said", changed=True)
 
 
@@ -33,7 +33,7 @@ def test_a_row_says_what_caught_a_sabotage_or_why_nothing_did():
         "what": "the function that adds it does nothing",
         "fault": "2",
         "caught_by": "train: ReceiptError",
-        "words": 'receipt refused, "E5"',
+        "words": 'receipt invalid, "E5"',
     }
     missed = row_of(FIRST, SILENT)
     assert (missed["caught_by"], missed["words"]) == ("", "nothing was said")

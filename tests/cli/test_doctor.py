@@ -153,7 +153,7 @@ def test_without_slurm_a_cluster_profile_leases_the_devices_of_the_machine(name,
     assert keys["set-resources"]["evaluate"] == {"devices": 1, "workers": 1}
     assert (
         capsys.readouterr().err
-        == "no Slurm here: jobs run on this machine and lease its devices, train_devices in all\n"
+        == "no Slurm here: jobs run on this machine and reserve its devices, train_devices in all\n"
     )
     found = {check.name: check for check in profile_checks(keys, None)}
     assert (found["leases"].status, found["leases"].found) == ("ok", f"8 devices of kind {kind}")

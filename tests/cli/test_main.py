@@ -1,3 +1,5 @@
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +101,18 @@ def test_without_arguments_the_commands_are_listed(monkeypatch, capsys):
         main()
     assert not ended.value.code
     assert " check " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "is_of_the_disk"), [(errno.EROFS, True), (errno.ENOSPC, True), (errno.EBADF, False)]
+)
+def test_a_read_only_or_full_disk_is_one_line(number, is_of_the_disk, monkeypatch, capsys):
+    def write(**_):
+        raise OSError(number, os.strerror(number), "/results/paper")
+
+    monkeypatch.setattr("aqnpipe.cli.main.app", write)
+    with pytest.raises(SystemExit if is_of_the_disk else OSError) as ended:
+        main()
+    if is_of_the_disk:
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == f"ERROR: /results/paper: {os.strerror(number)}\n"

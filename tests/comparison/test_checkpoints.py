@@ -113,8 +113,8 @@ def test_p_values_are_adjusted_within_each_kind():
         (evaluation("b", dict(B.levels), setting={"config.dtype": "'bfloat16'"}), "config.dtype is 'float32' for a"),
         (evaluation("b", {0.0: B.levels[0.0]}), "noise level 0.1 was not evaluated"),
         (
-            evaluation("b", dict(B.levels), problems=[Refusal("receipt", "b: receipt refused: no noise")]),
-            "receipt refused",
+            evaluation("b", dict(B.levels), problems=[UnusableReason("receipt", "b: receipt invalid: no noise")]),
+            "receipt invalid",
         ),
         (
             evaluation("b", {0.0: scores(ones(30)), 0.1: scores(ones(30), same_responses_as=0.0)}),

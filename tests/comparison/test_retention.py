@@ -118,12 +118,12 @@ def test_a_job_that_was_killed_between_record_and_removal_is_completed(run, monk
 
 
 def test_weights_stay_if_a_comparison_would_refuse_an_evaluation(run):
-    run.evaluations[0] = evaluation(4, 0.6, problems=["receipt refused: scale"])
+    run.evaluations[0] = evaluation(4, 0.6, problems=["receipt invalid: scale"])
     found = removed(run, "last")
-    assert found.kept_because == "receipt refused: scale"
+    assert found.kept_because == "receipt invalid: scale"
     assert found.kept_steps == (4, 8)
     assert weights_of(run) == ["step4", "step8"]
-    assert run.said == ["base/E5 seed 0: all weights are kept: receipt refused: scale"]
+    assert run.said == ["base/E5 seed 0: all weights are kept: receipt invalid: scale"]
 
 
 def test_weights_stay_if_noise_at_evaluation_was_probably_absent(run):

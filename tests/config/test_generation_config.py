@@ -41,7 +41,7 @@ def test_noise_that_vllm_cannot_roll_out_under_is_refused(config):
     config["comparisons"] = []
     config["report"].pop("explore", None)
     with pytest.raises(
-        ConfigError, match=r"arms\.E5: found E5, .* vLLM cannot draw its rollouts: operator_noise.attention"
+        ConfigError, match=r"arms\.E5: found E5, .* vLLM cannot make its rollouts: operator_noise.attention"
     ):
         load_study(config)
 

@@ -12,6 +12,13 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "torchrun.md"
 
 
+def test_the_first_page_prints_what_it_says(capsys):
+    page = (PAGE.parents[2] / "README.md").read_text()
+    ((program, output),) = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(program, {})
+    assert capsys.readouterr().out == output
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_torchrun_prints_the_line_of_the_page(command_line, tmp_path, monkeypatch):

@@ -203,5 +203,5 @@ def test_a_scorer_that_is_not_the_same_when_graded_again_is_refused(tmp_path, mo
     )
     scorer = f"{own_module(source)}:moody"
     digest = spec(primary_scorer=scorer).evaluation.planned().scorer_sha256
-    with pytest.raises(ReceiptError, match="evaluation refused: "):
+    with pytest.raises(ReceiptError, match="evaluation invalid: "):
         run(tmp_path / "out", model_dir, problems, primary_scorer=scorer, scorer_sha256=digest)

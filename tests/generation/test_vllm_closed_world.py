@@ -21,9 +21,9 @@ SAMPLING = Sampling(max_response_tokens=8)
 TOKENIZER = build_tokenizer()
 PROMPTS = [TOKENIZER(text)["input_ids"] for text in ("What is 1 plus 1 ?", "Tom has 5 apples . How many apples now ?")]
 SABOTAGES = {
-    "product as a sum": r"aten\.mul on a weight matrix in model\.layers\.1 escaped",
-    "an operator of its own": r"aqnpipe_test\.fused_mlp in model\.layers\.1 escaped",
-    "clean attention": r"vllm\.unified_attention_with_output in model\.layers\.1 escaped",
+    "product as a sum": r"aten\.mul on a weight matrix in model\.layers\.1 had no",
+    "an operator of its own": r"aqnpipe_test\.fused_mlp in model\.layers\.1 had no",
+    "clean attention": r"vllm\.unified_attention_with_output in model\.layers\.1 had no",
 }
 
 ELSEWHERE = ("clean product", "extra product", "clean logits", "clean later")

@@ -185,7 +185,7 @@ def test_a_trainer_that_draws_no_rollouts_is_refused_at_its_end(tmp_path):
     texts = Dataset.from_dict({"text": TEXTS})
     callback, model = aqnpipe.AQNCallback(DECAY), policy()
     trainer = SFTTrainer(model, settings, train_dataset=texts, processing_class=build_tokenizer(), callbacks=[callback])
-    with pytest.raises(ReceiptError, match="0 of 1 rollouts were drawn by the policy's generate"):
+    with pytest.raises(ReceiptError, match="0 of 1 rollouts came from the policy's generate"):
         trainer.train()
     assert "generate" not in vars(model)
 
@@ -196,7 +196,7 @@ def test_rollouts_behind_the_callbacks_back_are_refused(tmp_path):
             if state.global_step == 1:
                 model.generate = type(model).generate.__get__(model)
 
-    with pytest.raises(ReceiptError, match="1 of 2 rollouts were drawn by the policy's generate"):
+    with pytest.raises(ReceiptError, match="1 of 2 rollouts came from the policy's generate"):
         train(tmp_path, [aqnpipe.AQNCallback(DECAY), ByTheClass()])
 
 

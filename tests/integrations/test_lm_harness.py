@@ -87,7 +87,7 @@ def test_a_refused_receipt_is_a_failed_run(tasks, monkeypatch):
     from aqnpipe.integrations import lm_harness
 
     monkeypatch.setattr(lm_harness.NoisyLM, "_model_call", lm_harness.HFLM._model_call)
-    with pytest.raises(ReceiptError, match="receipt refused"):
+    with pytest.raises(ReceiptError, match="receipt invalid"):
         evaluated(tasks, ["choose_number"], noise=0.05)
 
 

@@ -155,7 +155,7 @@ def test_a_refused_receipt_is_a_failed_run(tasks, lm, monkeypatch):
     rpc = lm._engine._llm.collective_rpc
     without_noise = lambda method, **rest: [{}] if method == "aqnpipe_begin_batch" else rpc(method, **rest)  # noqa: E731
     monkeypatch.setattr(lm._engine._llm, "collective_rpc", without_noise)
-    with pytest.raises(ReceiptError, match="receipt refused"):
+    with pytest.raises(ReceiptError, match="receipt invalid"):
         evaluated(tasks, under(lm, 0.05), ["choose_number"])
 
 

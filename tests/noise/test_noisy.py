@@ -568,7 +568,7 @@ def test_an_operator_that_is_not_known_is_refused_by_name(model, ids):
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output + 0 * product(output).sum())
     with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
         model(input_ids=ids)
-    with pytest.raises(ReceiptError, match=r"aqnpipe_test\.product in model\.layers\.1 escaped"):
+    with pytest.raises(ReceiptError, match=r"aqnpipe_test\.product in model\.layers\.1 had no"):
         receipt.check()
 
 
@@ -580,7 +580,7 @@ def test_a_product_written_as_a_sum_is_refused(model, ids):
     )
     with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
         model(input_ids=ids)
-    with pytest.raises(ReceiptError, match=r"aten\.mul on a weight matrix in model\.layers\.1 escaped"):
+    with pytest.raises(ReceiptError, match=r"aten\.mul on a weight matrix in model\.layers\.1 had no"):
         receipt.check()
 
 
@@ -674,7 +674,7 @@ def test_products_in_other_operators_are_refused(model, ids, compute, name):
     )
     with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
         model(input_ids=ids)
-    with pytest.raises(ReceiptError, match=f"aten.{name}.* escaped"):
+    with pytest.raises(ReceiptError, match=f"aten.{name}.* had no"):
         receipt.check()
     assert not [problem for problem in receipt.problems() if "recomputed" in problem]
 

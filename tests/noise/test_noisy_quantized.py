@@ -140,7 +140,7 @@ def test_experts_compute_with_quantized_weights_without_gradients_too(implementa
 def test_products_with_copies_of_experts_are_refused_by_name():
     model = random_mixture_of("mixtral", intermediate_size=64)
     model.set_experts_implementation("batched_mm")
-    with pytest.raises(ReceiptError, match=r"aten\.bmm with a copy of a weight in model\.layers\.0 escaped"):
+    with pytest.raises(ReceiptError, match=r"aten\.bmm with a copy of a weight in model\.layers\.0 had no"):
         quantized_run(model, MXFP4)[1].check()
 
 
@@ -148,7 +148,7 @@ def test_activations_beside_copies_of_experts_are_refused_by_name():
     model = random_mixture_of("mixtral", intermediate_size=64)
     model.set_experts_implementation("batched_mm")
     error = FakeQuantization(format="mxfp4", weights=False, activations=True)
-    with pytest.raises(ReceiptError, match=r"aten\.bmm with a copy of a weight in model\.layers\.0 escaped"):
+    with pytest.raises(ReceiptError, match=r"aten\.bmm with a copy of a weight in model\.layers\.0 had no"):
         quantized_run(model, error)[1].check()
 
 
@@ -296,5 +296,5 @@ def test_a_convolution_is_refused():
     model = nn.Sequential(nn.Conv1d(32, 4, 2), nn.Flatten(), nn.Linear(32, 2))
     with torch.no_grad(), aqnpipe.noisy(model, error=MXFP4) as receipt:
         model(torch.randn(2, 32, 9))
-    with pytest.raises(ReceiptError, match=r"aten\.convolution with a weight in no layer escaped"):
+    with pytest.raises(ReceiptError, match=r"aten\.convolution with a weight in no layer had no"):
         receipt.check()

@@ -164,7 +164,7 @@ def test_a_refused_receipt_is_shown_as_refused(make_report, synthetic, tmp_path)
         run.receipt, receipt.model_copy(update={"rows": tuple(row for row in receipt.rows if row.error is None)})
     )
     page = Page(built.build().html)
-    assert page.row("E5 seed 0")[1] == "not accepted"
+    assert page.row("E5 seed 0")[1] == "invalid"
     assert page.row("E5 seed 1")[1] == "accepted"
     assert "noise was requested but never reached layers" in page.whole_text
 

@@ -39,7 +39,7 @@ def test_missing_rewards_excuse_no_other_problem_of_a_receipt(tmp_path, make_mod
     monkeypatch.setattr(
         "aqnpipe.noise.kernels.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor
     )
-    with pytest.raises(ReceiptError, match="receipt refused after step 1: rollout"):
+    with pytest.raises(ReceiptError, match="receipt invalid after step 1: rollout"):
         run(training_spec(NOISE), write_inputs(tmp_path, make_model), tmp_path / "run")
 
 

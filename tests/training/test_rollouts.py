@@ -121,7 +121,7 @@ def test_what_vllm_cannot_roll_out_is_refused_or_left_to_transformers(monkeypatc
     monkeypatch.setattr(choice, "is_vllm_installed", lambda: True)
     spec = changed(training_spec(), arm=arm, attention="sdpa")
     assert describe_rollouts(spec) == {"backend": "transformers"}
-    with pytest.raises(ConfigError, match=f"arm test: vLLM cannot draw its rollouts: {message}") as refused:
+    with pytest.raises(ConfigError, match=f"arm test: vLLM cannot make its rollouts: {message}") as refused:
         describe_rollouts(changed(spec, generation={"backend": "vllm"}))
     assert "\n" not in str(refused.value)
     without = {"backend": "vllm", "rollout_backend": "transformers"}

@@ -78,7 +78,7 @@ def test_noise_disabled_by_hand_fails_the_run_and_leaves_nothing(inputs, tmp_pat
     monkeypatch.setattr(
         "aqnpipe.noise.kernels.error_models.add_relative_gaussian_", lambda tensor, scale, source: tensor
     )
-    with pytest.raises(ReceiptError, match="receipt refused"):
+    with pytest.raises(ReceiptError, match="receipt invalid"):
         run(training_spec(NOISE), inputs, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

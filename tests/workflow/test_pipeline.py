@@ -483,7 +483,7 @@ def test_noise_disabled_by_hand_fails_the_run_and_says_where(copy_of):
     run = RESULTS / "runs" / "base" / "srdd_guided" / "seed0"
     result = copy_of.snakemake("--forcerun", "train", "--", str(run / "run.json"))
     assert result.returncode != 0
-    assert "ERROR: receipt refused" in result.stdout
+    assert "ERROR: receipt invalid" in result.stdout
     assert "values are not the requested ones: they have no error" in result.stdout
     assert "results/smoke/logs/train/base_srdd_guided_seed0.log" in result.stdout
     assert "Traceback" not in (copy_of.folder / RESULTS / "logs/train/base_srdd_guided_seed0.log").read_text()

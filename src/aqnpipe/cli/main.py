@@ -3,6 +3,7 @@
 from aqnpipe.cli.interrupts import EXIT_INTERRUPTED, interrupts_end_at_once
 
 with interrupts_end_at_once():
+    import errno
     import sys
     from collections.abc import Callable
     from importlib.metadata import version
@@ -92,6 +93,10 @@ for group, commands in _GROUPS.items():
         app.command(rich_help_panel=group, **_SETTINGS.get(command, {}))(command)
 
 
+_OF_THE_DISK = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EROFS)
+"""Errors of files that a user can correct, in whatever command; any other is a bug."""
+
+
 def main() -> None:
     """Run the command line. A user's mistake prints one line on standard error and exits with code 2."""
     try:
@@ -106,6 +111,11 @@ def main() -> None:
         sys.exit(EXIT_USER_ERROR)
     except AqnpipeError as error:
         typer.echo(f"ERROR: {error}", err=True)
+        sys.exit(EXIT_USER_ERROR)
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK or not error.filename:
+            raise
+        typer.echo(f"ERROR: {printable(str(error.filename))}: {error.strerror}", err=True)
         sys.exit(EXIT_USER_ERROR)
 
 

@@ -159,9 +159,9 @@ def _loaded(
     record = read_json(source.record, RunRecord)
     found: list[tuple[RefusalKind, list[str]]] = [
         ("questions", problems + _question_problems(levels)),
-        ("receipt", [f"receipt refused: {problem}" for problem in receipts.problems()]),
+        ("receipt", [f"receipt invalid: {problem}" for problem in receipts.problems()]),
         ("receipt", _pass_problems(levels, receipts)),
-        ("receipt", [f"evaluation refused: {problem}" for problem in receipts.facts.row_problems(rows)]),
+        ("receipt", [f"evaluation invalid: {problem}" for problem in receipts.facts.row_problems(rows)]),
         ("record", record_problems(record, identity=source.identity)),
         ("record", list(source.lineage_problems)),
     ]

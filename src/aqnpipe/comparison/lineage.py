@@ -200,7 +200,7 @@ class _Lineage:
                 requested.aqn,
             ):
                 problems.append("the receipt is of other noise than the arm asks for")
-            problems += [f"receipt refused: {problem}" for problem in receipt.problems()]
+            problems += [f"receipt invalid: {problem}" for problem in receipt.problems()]
         return [f"training: {problem}" for problem in problems], record.outputs_sha256
 
     def _answer_problems(self, path: Path) -> list[str]:

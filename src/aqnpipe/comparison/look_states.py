@@ -41,7 +41,7 @@ def read_looks(results: str, number: int | None = None) -> list[LookFile]:
                 break
             raise DataError(
                 f"{path}: does not follow from {look_file(results, len(found))} (another record or design); remove "
-                f"{path} and the records of later looks, they are made again"
+                f"{path} and the records of later interim analyses, which are made again"
             )
         found.append(record)
     return found
@@ -126,18 +126,18 @@ def registered_design(study: Study) -> LookDesign:
     path, design, last_look = recorded[-1]
     for problem in _changes(design, design_of(study, design.planned)):
         raise ConfigError(
-            f"{problem} was changed after the study began ({path}), and the error rates of its looks would no longer "
+            f"{problem} was changed after the study began ({path}), so the error rates of its claims would no longer "
             f"hold; change it back, or set another results_dir for a new analysis"
         )
     used = rule.seeds_at(last_look) if last_look else rule.start
     if rule.max < used:
         raise ConfigError(
-            f"seeds.max: found {rule.max}, look {last_look} has used {used} seeds, expected at least {used}"
+            f"seeds.max: found {rule.max}, interim analysis {last_look} used {used} seeds, expected at least {used}"
         )
     if rule.max > design.planned and not design.reserve:
         raise ConfigError(
             f"seeds.max: found {rule.max}, the study began with {design.planned} and seeds.reserve 0, so no error rate "
-            "is left for more looks"
+            "is left for more interim analyses"
         )
     return design
 

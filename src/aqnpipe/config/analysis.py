@@ -232,7 +232,7 @@ class AdaptiveSeeds(FrozenModel):
                 f"(start {self.start}, step {self.step})"
             )
         if self.num_looks > MAX_LOOKS:
-            raise ValueError(f"max: {self.num_looks} looks at the claims, expected at most {MAX_LOOKS}")
+            raise ValueError(f"max: {self.num_looks} interim analyses, expected at most {MAX_LOOKS}")
         return self
 
     @property

@@ -32,7 +32,7 @@ def _not_periodic(name: str) -> str:
     """Return a name; ValueError if its end repeats so often that Snakemake takes its files for an endless loop."""
     repeated = re.search(r"(.+?)\1{19,}$", name)
     if repeated:
-        raise ValueError(f"ends in 20 times {repeated[1]!r} or more, which Snakemake refuses in file names")
+        raise ValueError(f"ends in 20 times {repeated[1]!r} or more, which Snakemake does not accept in file names")
     return name
 
 

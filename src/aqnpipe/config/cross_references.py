@@ -274,7 +274,7 @@ def _fused_for_vllm(scope: Scope, attention: str, role: str) -> str | None:
 
 def _rolls_out_on_vllm(scope: Scope, arm: Arm, *_: str) -> str | None:
     reason = why_vllm_cannot_roll_out(arm) if scope.study.generation.requested_for_rollouts == "vllm" else None
-    return reason and f"generation.rollout_backend: transformers, vLLM cannot draw its rollouts: {reason}"
+    return reason and f"generation.rollout_backend: transformers, vLLM cannot make its rollouts: {reason}"
 
 
 def _shared(scope: Scope, num_workers: int) -> str | None:

@@ -94,7 +94,7 @@ class _SharedSettings(FrozenModel):
             if first.setdefault(tested, index) != index:
                 raise ValueError(
                     f"comparisons.{index}: found the comparison of comparisons.{first[tested]} again, expected another "
-                    "one: a family would count it twice"
+                    "one: a group would count it twice"
                 )
         return self
 

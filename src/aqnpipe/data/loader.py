@@ -324,7 +324,7 @@ def _choices(value: Any, where: str, column: str) -> tuple[list[str], list[str]]
             f"{where}: column {column}: found {_shown(value)}, expected a list of 2 to {len(LETTERS)} choices"
         )
     if labels and (len(labels) != len(value) or len(set(labels)) != len(labels)):
-        raise DataError(f"{where}: column {column}: found labels {_shown(labels)}, expected one of its own per choice")
+        raise DataError(f"{where}: column {column}: found labels {_shown(labels)}, expected a different one per choice")
     return [str(choice) for choice in value], labels
 
 

@@ -288,7 +288,7 @@ def _with_energy_of_base(weights: _Floats, rule: SigmaRule) -> _Floats:
     if not low <= base <= high:
         raise ConfigError(
             f"sigma_rule: base_sigma is {base:g}, outside sigma_min {low:g} to sigma_max {high:g}; clamped sigmas "
-            "cannot have its energy"
+            "cannot have its total variance"
         )
     wanted = len(weights) * base**2
     # Logarithms, because the smallest factor clamps all sigmas to the lower bound and the largest all to the upper one.

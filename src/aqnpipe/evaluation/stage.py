@@ -265,7 +265,7 @@ def _evaluate_task(
         say(f"{spec.model_role}/{spec.arm_id}: noise {name} seed {noise_seed}: {right}/{len(rows)} correct")
     receipts = EvaluationReceipts(passes=tuple(passes), facts=run.all_facts(prompts, tuple(facts)))
     for problem in receipts.facts.problems():
-        raise ReceiptError(f"evaluation refused: {problem}")
+        raise ReceiptError(f"evaluation invalid: {problem}")
     return pl.concat(tables), receipts
 
 
@@ -287,7 +287,7 @@ class _TaskRun:
         self._weights = digests_in_memory(model)
         name = differing_weight(self._weights, model_dir)
         if name is not None:
-            raise ReceiptError(f"evaluation refused: {name} in memory is not the weight of the checkpoint {model_dir}")
+            raise ReceiptError(f"evaluation invalid: {name} in memory is not the weight of the checkpoint {model_dir}")
 
     def rows(self, level: float, noise_seed: int, golds: dict[str, str]) -> tuple[pl.DataFrame, str]:
         """Return the rows of one pass, as `EvaluationTable` has them, and the digests of its prompts."""
@@ -309,7 +309,7 @@ class _TaskRun:
     def facts(self, level: float, noise_seed: int, rows: pl.DataFrame) -> PassFacts:
         """Return the facts of a pass."""
         if digests_in_memory(self.model.model) != self._weights:
-            raise ReceiptError("evaluation refused: the weights in memory changed during a pass")
+            raise ReceiptError("evaluation invalid: the weights in memory changed during a pass")
         has_noise = self.model.noise.operator_noise or self.model.noise.module_noise
         return PassFacts(
             noise_level=level,
@@ -366,7 +366,7 @@ class _TaskRun:
         graded = self._task.grade(number, response)
         if float(graded.correct) != float(sample[self._task.metric_name]):
             raise ReceiptError(
-                f"evaluation refused: question {question_id(number)}: the harness gives {self._task.metric_name} "
+                f"evaluation invalid: question {question_id(number)}: the harness gives {self._task.metric_name} "
                 f"{sample[self._task.metric_name]}, graded again it is {float(graded.correct)}"
             )
         gold = golds[question_id(number)]

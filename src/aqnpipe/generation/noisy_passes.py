@@ -199,7 +199,7 @@ class TransformersPasses:
         if self._norms is None and self._verify is not None:
             self._verify()
         if self._norms not in (None, norms):
-            raise ReceiptError("receipt refused: the norm weights changed between two passes over the questions")
+            raise ReceiptError("receipt invalid: the norm weights changed between two passes over the questions")
         self._norms = norms
         return PassMeasurements(len(decoder_layers(self._model)), num_rms_norms(self._model), (recorder.state(),))
 

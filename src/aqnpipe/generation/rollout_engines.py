@@ -126,7 +126,7 @@ class VllmRolloutEngine:
         for sync in state.weight_syncs:
             if {sync.clean_sha256_before, sync.clean_sha256_after} != {clean_norms}:
                 raise ReceiptError(
-                    f"receipt refused: AQN step {sync.step}: the clean norm weights in vLLM's worker are not "
+                    f"receipt invalid: AQN step {sync.step}: the clean norm weights in vLLM's worker are not "
                     "the trainer's"
                 )
         add_rollout(recorder, state)

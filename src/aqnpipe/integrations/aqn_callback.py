@@ -85,8 +85,8 @@ class AQNCallback(TrainerCallback):
         drawn, due = len(self.receipt.weight_syncs), max(1, -(-self._micro_steps // per_rollout))
         if drawn < due:
             raise ReceiptError(
-                f"AQNCallback: {drawn} of {due} rollouts were drawn by the policy's generate, so others had no noise; "
-                "expected a trainer that draws all of them there, as GRPOTrainer and RLOOTrainer do"
+                f"AQNCallback: {drawn} of {due} rollouts came from the policy's generate, so others had no noise; "
+                "expected a trainer that makes all of them there, as GRPOTrainer and RLOOTrainer do"
             )
         self.receipt.check()
 

@@ -187,7 +187,7 @@ class NoisyVllm(VLLM):
             noised = sum(cell.elements for cell in cells) // self._vocabulary
             if noised < num_logits:
                 raise ReceiptError(
-                    f"receipt refused: answers were read from logits at {num_logits} tokens, the output projection had "
+                    f"receipt invalid: answers were read from logits at {num_logits} tokens, the output projection had "
                     f"noise at {noised}"
                 )
         return receipt

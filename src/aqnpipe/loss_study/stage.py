@@ -93,7 +93,7 @@ def loss_study(
         rows, receipt = run_pass(model, texts, loss_pass, spec)
         problems = receipt.problems()
         if problems:
-            raise ReceiptError("receipt refused: " + "; ".join(problems))
+            raise ReceiptError("receipt invalid: " + "; ".join(problems))
         tables.append(rows)
         passes.append(receipt)
         if loss_pass.noise_seed == settings.noise_seeds[-1] or not receipt.noised_layers:

@@ -201,7 +201,7 @@ def refuse_merge_loss(loss: float | None, dtype: torch.dtype) -> None:
     """Raise ReceiptError if merging into weights of `dtype` loses more than `LARGEST_MERGE_LOSS` of the update."""
     if loss is not None and loss > LARGEST_MERGE_LOSS:
         raise ReceiptError(
-            f"receipt refused: vLLM needs the adapters merged, and in {str(dtype).removeprefix('torch.')} weights "
+            f"receipt invalid: vLLM needs the adapters merged, and in {str(dtype).removeprefix('torch.')} weights "
             f"{loss:.0%} of their update is lost (relative error over all adapted matrices; at most "
             f"{LARGEST_MERGE_LOSS:.0%} is accepted): expected generation.backend: transformers, which applies the "
             "adapters, or a model dtype of float32, or a higher training.learning_rate"

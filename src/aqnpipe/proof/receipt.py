@@ -171,7 +171,7 @@ class MachineReceipt:
     def problems(self) -> list[str]:
         """Return one line per difference between what was requested and what was measured."""
         found = [*self._missing(), *self._wrong(), *self._of_another_size()]
-        found += [f"{number} calls of {what} escaped the error" for what, number in sorted(self.escapes.items())]
+        found += [f"{number} calls of {what} had no error" for what, number in sorted(self.escapes.items())]
         for (phase, operator, what), number in sorted(self.counts.items()):
             if what in _REFUSED:
                 found.append(f"{phase}: {number} calls of {operator} {_REFUSED[what]}")

@@ -101,6 +101,6 @@ def _backend(spec: TrainingSpec) -> str:
     reason = why_vllm_cannot_roll_out(spec.arm) if chosen == "vllm" else None
     if reason is not None and requested == "vllm":
         raise ConfigError(
-            f"arm {spec.arm_id}: vLLM cannot draw its rollouts: {reason}; generation.rollout_backend: transformers can"
+            f"arm {spec.arm_id}: vLLM cannot make its rollouts: {reason}; generation.rollout_backend: transformers can"
         )
     return chosen if reason is None else "transformers"

@@ -126,7 +126,7 @@ def run_worker(
     if receipt is None:
         return
     if spec.num_steps not in trainer.validation_accuracy:
-        raise ReceiptError(f"receipt refused: {run_label(spec)}: the last step, {spec.num_steps}, was not validated")
+        raise ReceiptError(f"receipt invalid: {run_label(spec)}: the last step, {spec.num_steps}, was not validated")
     table = _metrics_table(trainer.state.log_history, receipt.weight_syncs, trainer.validation_accuracy)
     growth = growth_of(table, spec.training.steps_per_rollout)
     if growth is not None and growth.has_grown:

@@ -50,7 +50,7 @@ def slurm_answers() -> bool:
     partitions = read_partitions()
     if not partitions:
         why = "no Slurm here" if partitions is None else "Slurm does not answer (`sinfo` shows why)"
-        sys.stderr.write(f"{why}: jobs run on this machine and lease its devices, train_devices in all\n")
+        sys.stderr.write(f"{why}: jobs run on this machine and reserve its devices, train_devices in all\n")
     return bool(partitions)
 
 

@@ -56,7 +56,7 @@ class Judge:
         if problems:
             more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
             text = f"{'; '.join(problems[:_MOST_NAMED])}{more}"
-            raise ReceiptError(f"evaluation refused: {where}{': ' if where else ''}{text}")
+            raise ReceiptError(f"evaluation invalid: {where}{': ' if where else ''}{text}")
 
     def facts(self) -> EvaluationFacts:
         """Return the facts of all passes judged so far."""

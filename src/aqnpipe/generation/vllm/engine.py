@@ -317,10 +317,10 @@ class VllmEngine:
             raise ModelError(f"vLLM returned responses to {len(outputs)} of {len(prompts)} prompts")
         cached = [output.num_cached_tokens for output in outputs]
         if None in cached:
-            raise ReceiptError("receipt refused: vLLM does not report how many prompt tokens it read from its cache")
+            raise ReceiptError("receipt invalid: vLLM does not report how many prompt tokens it read from its cache")
         if any(cached) and not share_prefix:
             raise ReceiptError(
-                f"receipt refused: vLLM read {sum(cached)} prompt tokens from its cache, expected 0: each prompt needs "
+                f"receipt invalid: vLLM read {sum(cached)} prompt tokens from its cache, expected 0: each prompt needs "
                 "its own noise"
             )
         # Request ids are numbers in the order of the queue.

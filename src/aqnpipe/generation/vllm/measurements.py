@@ -27,18 +27,18 @@ def checked_measurements(
     """
     ranks = sorted(reply["rank"] for reply in replies)
     if ranks != list(range(num_workers)):
-        raise ReceiptError(f"receipt refused: measurements of workers {ranks}, expected {num_workers}")
+        raise ReceiptError(f"receipt invalid: measurements of workers {ranks}, expected {num_workers}")
     workers = workers_of(replies)
     for worker in workers:
         forwards = sum(phase.passes for phase in worker.state.phases)
         if forwards < min_forwards:
             raise ReceiptError(
-                f"receipt refused: vLLM's {worker.label} measured {forwards} forward passes, the responses took at "
+                f"receipt invalid: vLLM's {worker.label} measured {forwards} forward passes, the responses took at "
                 f"least {min_forwards}"
             )
         if must_replay and not any(phase.graph_replays for phase in worker.state.phases):
             raise ReceiptError(
-                f"receipt refused: vLLM's {worker.label} replayed no CUDA graph in {forwards} forward passes, which "
+                f"receipt invalid: vLLM's {worker.label} replayed no CUDA graph in {forwards} forward passes, which "
                 "generation.cuda_graphs requests"
             )
         _check_audit(worker, audited_forwards)
@@ -51,7 +51,7 @@ def _check_audit(worker: WorkerMeasurements, num_forwards: int) -> None:
         missing = [kind for kind in FORWARD_KINDS[:num_forwards] if not record.audited_passes.get(kind)]
         if missing:
             raise ReceiptError(
-                f"receipt refused: vLLM's {worker.label} audited no layer in {record.phase} "
+                f"receipt invalid: vLLM's {worker.label} audited no layer in {record.phase} "
                 f"(forward passes over {' and over '.join(missing)})"
             )
 

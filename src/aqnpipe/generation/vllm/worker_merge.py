@@ -44,7 +44,7 @@ def merged_workers(
     if problems:
         text = "; ".join(problems[:_LISTED])
         more = f"; {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-        raise ReceiptError(f"receipt refused: {text}{more}", tuple(problems))
+        raise ReceiptError(f"receipt invalid: {text}{more}", tuple(problems))
     return _merged([worker.state for worker in workers])
 
 

@@ -162,7 +162,7 @@ class _RunningPhase:
     def _refuse_unfitting(self, noise: OperatorNoise) -> None:
         """Raise ModelError for layers that the model does not have, and for norms that no parity measures.
 
-        Noise that is requested of another form of attention than the model's has the receipt refused.
+        Noise that is requested of another form of attention than the model's makes the receipt invalid.
         """
         beyond = sorted({layer for layer in [*(noise.layers or ()), *noise.layer_scales] if layer >= len(self._layers)})
         if beyond:

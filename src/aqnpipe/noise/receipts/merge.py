@@ -49,7 +49,7 @@ def read_measurements(folder: Path, num_workers: int) -> list[WorkerMeasurements
     missing = [rank for rank in range(num_workers) if not _path(folder, rank).is_file()]
     if missing:
         raise ReceiptError(
-            f"receipt refused: no measurements of worker {', '.join(map(str, missing))} of {num_workers}"
+            f"receipt invalid: no measurements of worker {', '.join(map(str, missing))} of {num_workers}"
         )
     workers = []
     for rank in range(num_workers):
@@ -57,9 +57,9 @@ def read_measurements(folder: Path, num_workers: int) -> list[WorkerMeasurements
         try:
             worker = WorkerMeasurements.model_validate_json(path.read_bytes())
         except ValidationError as error:
-            raise ReceiptError(f"receipt refused: {path}: {describe_validation_error(error)}") from None
+            raise ReceiptError(f"receipt invalid: {path}: {describe_validation_error(error)}") from None
         if (worker.rank, worker.num_workers) != (rank, num_workers):
-            raise ReceiptError(f"receipt refused: {path} is of {worker.label}, expected {rank} of {num_workers}")
+            raise ReceiptError(f"receipt invalid: {path} is of {worker.label}, expected {rank} of {num_workers}")
         workers.append(worker)
     return workers
 
@@ -80,7 +80,7 @@ def merged_receipt(
         differences = _differences(first, worker.state, per_worker_draws, routed)
         problems += [f"{worker.label}: {difference}" for difference in differences]
     if problems:
-        raise ReceiptError("receipt refused: " + "; ".join(problems), tuple(problems))
+        raise ReceiptError("receipt invalid: " + "; ".join(problems), tuple(problems))
     recorder.restore(merge_states([worker.state for worker in workers], per_worker_draws=per_worker_draws))
     return recorder.receipt().model_copy(update={"num_workers": len(workers)}).check()
 

@@ -156,7 +156,7 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ro
         problems.append("lm_head was not noised although requested")
     for operator, calls in _escaped(receipt, record).items():
         advice = _FUSED_ADVICE if "attention" in operator else "not supported"
-        problems.append(f"{calls} calls of {operator} escaped the noise ({advice})")
+        problems.append(f"{calls} calls of {operator} had no noise ({advice})")
     problems += _share_missing(receipt, noise, record)
     return [f"{record.phase}: {problem}" for problem in problems]
 

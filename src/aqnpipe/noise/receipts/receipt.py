@@ -22,7 +22,7 @@ class Receipt(ReceiptContent):
         problems = self.problems(steps_done)
         if problems:
             when = "" if steps_done is None else f" after step {steps_done}"
-            raise ReceiptError(f"receipt refused{when}: " + "; ".join(problems), tuple(problems))
+            raise ReceiptError(f"receipt invalid{when}: " + "; ".join(problems), tuple(problems))
         return self
 
     def problems(self, steps_done: int | None = None, *, is_share: bool = False) -> list[str]:

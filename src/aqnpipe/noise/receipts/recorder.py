@@ -163,14 +163,14 @@ class ReceiptRecorder:
         if not self._request.norms_watched or clean is None:
             return
         if phase != "reference" and self._clean_matrices not in (None, matrices_sha256(model)):
-            raise ReceiptError(f"receipt refused: {phase}: the matrices are not those of the last optimiser step")
+            raise ReceiptError(f"receipt invalid: {phase}: the matrices are not those of the last optimiser step")
         self.add(phase, norms_checked=1, norms_noised=int(norms_sha256(model) != clean))
 
     def refuse_stray_hidden_noise(self) -> None:
         """Raise ReceiptError if training noised hidden states outside a rollout; a rollout settles its own samples."""
         if self.hidden and self._request.norms_watched:
             layers = sorted({layer for layer, _, _ in self.hidden})
-            raise ReceiptError(f"receipt refused: AQN noised the hidden states of layers {layers} outside the rollout")
+            raise ReceiptError(f"receipt invalid: AQN noised the hidden states of layers {layers} outside the rollout")
 
     # -- all of it -----------------------------------------------------------------------------------------------------
 

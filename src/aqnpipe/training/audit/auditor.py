@@ -319,7 +319,7 @@ class TrainingAudit(TrainerCallback):
     def _refuse(self, problems: Sequence[str]) -> None:
         if problems:
             shown = "; ".join(list(dict.fromkeys(problems))[:_SHOWN])
-            raise ReceiptError(f"receipt refused: training: {shown}")
+            raise ReceiptError(f"receipt invalid: training: {shown}")
 
     def _begin_rollout(self, rollout: Rollout) -> None:
         step = self._updates.steps
