@@ -127,7 +127,7 @@ def required_passes(spec: TrainingSpec) -> tuple[Row, ...]:
     in_training: set[Phase] = {"actor_forward", "reference"} if training.lora else {"actor_forward"}
 
     def row(phase: Phase, step: int, sequences: int | None, **columns: Any) -> Row:
-        stated = {
+        stated: dict[str, Any] = {
             "passes": int(bool(sequences)),
             "formats": {num_format},
             "modes": {"training" if phase in in_training else "evaluation"},

@@ -9,14 +9,13 @@ from aqnpipe.config.noise import (
     FakeQuantization,
     ModuleNoise,
     OperatorNoise,
-    Phase,
     requested_size,
 )
 from aqnpipe.noise.receipts.own_error_checks import own_error_problems
 from aqnpipe.noise.receipts.passes import places_with_gradients
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.receipts.rounding import left_by_rounding
-from aqnpipe.noise.receipts.table import Row
+from aqnpipe.noise.receipts.table import Row, TablePhase
 
 _LISTED_CONTRADICTIONS = 8
 
@@ -75,7 +74,7 @@ def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True) -> lis
     ]
 
 
-def _is_requested(noise: OperatorNoise | ModuleNoise | None, phase: Phase) -> bool:
+def _is_requested(noise: OperatorNoise | ModuleNoise | None, phase: TablePhase) -> bool:
     return noise is not None and noise.is_active and phase in noise.phases
 
 
@@ -305,7 +304,7 @@ def _audit_problems(receipt: ReceiptContent) -> list[str]:
     return problems
 
 
-def _has_noised_parts(receipt: ReceiptContent, phase: Phase) -> bool:
+def _has_noised_parts(receipt: ReceiptContent, phase: TablePhase) -> bool:
     """Return whether any layer of this model was requested to have noise in `phase`."""
     noise = receipt.operator_noise
     in_layers = noise is not None and any(
@@ -314,7 +313,7 @@ def _has_noised_parts(receipt: ReceiptContent, phase: Phase) -> bool:
     return (in_layers and _is_requested(noise, phase)) or _is_requested(receipt.module_noise, phase)
 
 
-def _only_quantizes(receipt: ReceiptContent, phase: Phase) -> bool:
+def _only_quantizes(receipt: ReceiptContent, phase: TablePhase) -> bool:
     """Return whether the noise of a phase has no values of its own: a quantization changes operands of products."""
     noise = receipt.operator_noise
     return (

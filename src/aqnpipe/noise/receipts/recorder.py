@@ -48,7 +48,7 @@ class ReceiptRecorder:
 
     def row(self, phase: Phase, step: int | None = None, layer: int | None = None, operator: str = "") -> Row:
         """Return the row of a place, an empty one if nothing was seen there."""
-        place = phase, step, layer, operator
+        place = Place(phase, step, layer, operator)
         if place not in self.rows:
             self.rows[place] = Row(*place)
         return self.rows[place]
