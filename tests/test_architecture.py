@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "noise.injection": FOUNDATION | {"machine", "proof", "models", "noise.kernels", "noise.receipts", "noise.audit"},
     # A simulated machine, and the proof of what it did, which shares no code with it.
     "machine": FOUNDATION | {"models", "noise.kernels"},
-    "proof": (FOUNDATION - {"seeding"}) | {"models", "noise.audit"},
+    "proof": (FOUNDATION - {"seeding"}) | {"models", "noise.audit", "noise.receipts"},
     "noise": FOUNDATION
     | {
         "machine",

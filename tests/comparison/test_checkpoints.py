@@ -113,7 +113,7 @@ def test_p_values_are_adjusted_within_each_kind():
         (evaluation("b", dict(B.levels), setting={"config.dtype": "'bfloat16'"}), "config.dtype is 'float32' for a"),
         (evaluation("b", {0.0: B.levels[0.0]}), "noise level 0.1 was not evaluated"),
         (
-            evaluation("b", dict(B.levels), problems=[UnusableReason("receipt", "b: receipt invalid: no noise")]),
+            evaluation("b", dict(B.levels), problems=[Refusal("receipt", "b: receipt invalid: no noise")]),
             "receipt invalid",
         ),
         (

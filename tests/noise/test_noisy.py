@@ -128,7 +128,7 @@ def test_single_layers(model, ids):
     assert torch.equal(noised[1], clean[1])
     assert not torch.equal(noised[2], clean[2])
     assert counted(receipt, "not selected") > 0
-    wrong = {cell.place for cell, seen in receipt.cells.items() if seen.recomputed} - {"model.layers.1"}
+    wrong = {cell.path for cell, seen in receipt.cells.items() if seen.recomputed} - {"model.layers.1"}
     assert not wrong
 
 
@@ -278,7 +278,7 @@ def test_a_head_in_chunks_outside_the_model(model, ids):
         logits = torch.cat([chunk @ model.lm_head.weight.T for chunk in hidden.split(4, 1)], 1)
         logits.logsumexp(-1).sum().backward()
     assert receipt.check().noised == receipt.products
-    outside = [seen.recomputed for cell, seen in receipt.cells.items() if cell.place == "no layer"]
+    outside = [seen.recomputed for cell, seen in receipt.cells.items() if cell.path == "no layer"]
     assert sum(outside) > 0
 
 

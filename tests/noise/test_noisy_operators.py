@@ -123,7 +123,7 @@ def test_another_error_and_operators_in_place(make_model, ids):
     error = AbsoluteGaussian(scale=0.01)
     with torch.no_grad(), aqnpipe.noisy(model, error=error, operators="all", layers=[1]) as receipt:
         model(input_ids=ids)
-    assert {cell.place for cell, seen in receipt.check().cells.items() if seen.recomputed and cell.operator == "silu"}
+    assert {cell.path for cell, seen in receipt.check().cells.items() if seen.recomputed and cell.operator == "silu"}
 
 
 def test_a_softmax_that_draws_tokens_is_exact(model, ids):

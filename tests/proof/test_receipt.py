@@ -7,11 +7,12 @@ import torch
 from aqnpipe.config.noise import MantissaTruncation, RelativeGaussian
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.audit.random_numbers import Draws
+from aqnpipe.noise.receipts.table import Row
 from aqnpipe.proof.comparison import compare
-from aqnpipe.proof.receipt import Cell, MachineReceipt, Requested, Seen, described
+from aqnpipe.proof.receipt import MachineReceipt, Requested, cell_of, described
 from aqnpipe.proof.recompute import Sampled
 
-CELL = Cell("forward", "layers.0", "mm", "float32")
+CELL = cell_of("forward", "layers.0", "mm", torch.float32)
 
 
 def receipt(*phases, **seen):
@@ -19,13 +20,8 @@ def receipt(*phases, **seen):
         Requested(phases or ("forward",), "relative gaussian scale 0.05", 0.05), np.random.default_rng(0)
     )
     made.count({("forward", "mm", "noised"): 4})
-    made.add(
-        CELL,
-        Seen(
-            **{"products": 2, "recomputed": 32, "found_expected": 2.0, "expected_squared": 2.0, "found_squared": 2.0}
-            | seen
-        ),
-    )
+    known = {"products": 2, "recomputed": 32, "found_expected": 2.0, "requested_squares": 2.0, "found_squares": 2.0}
+    made.add(CELL, **known | seen)
     return made
 
 
@@ -40,9 +36,13 @@ def test_an_accepted_receipt():
 
 
 def test_parts_of_a_cell_add_up():
-    seen = Seen(1, 16, 1, 0.5, 1.0, 2.0, 3.0)
-    seen.add(Seen(2, 16, 0, 0.9, 1.0, 2.0, 3.0))
-    assert seen == Seen(3, 32, 1, 0.9, 2.0, 4.0, 6.0)
+    made, sums = MachineReceipt(Requested((), "", None), np.random.default_rng(0)), (1.0, 2.0, 3.0)
+    named = dict(zip(("found_expected", "requested_squares", "found_squares"), sums, strict=True))
+    made.add(CELL, products=1, recomputed=16, wrong=1, largest_deviation=0.5, **named)
+    made.add(CELL, products=2, recomputed=16, wrong=0, largest_deviation=0.9, **named)
+    (seen,) = made.cells.values()
+    assert (seen.products, seen.recomputed, seen.wrong, seen.largest_deviation) == (3, 32, 1, 0.9)
+    assert [getattr(seen, name) for name in named] == [2.0, 4.0, 6.0]
     # Slope 1/2; residual 6 - 4/4 = 5 over 31 and 4: sqrt(5 / 31 / 4).
     assert seen.size == 0.5
     assert seen.size_error == pytest.approx((5 / 31 / 4) ** 0.5)
@@ -56,9 +56,9 @@ def test_what_rounding_hides_of_an_error_is_no_other_size(scale, is_hidden):
     sampled = Sampled(np.arange(256), exact, np.abs(exact) * 2.0**-8, exact)
     seen = compare(sampled, RelativeGaussian(scale=scale), Draws.of(1, 0, 0), torch.bfloat16)
     made = receipt()
-    made.add(Cell("forward", "layers.0", "_scaled_dot_product_flash_attention", "bfloat16"), seen)
+    made.add(cell_of("forward", "layers.0", "_scaled_dot_product_flash_attention", torch.bfloat16), **seen)
     found = list(made.wrong_values("forward"))
-    assert seen.size == pytest.approx(0.0)
+    assert Row("forward", **seen).size == pytest.approx(0.0)
     assert bool(found) is not is_hidden
 
 
@@ -66,9 +66,9 @@ def test_what_rounding_hides_of_an_error_is_no_other_size(scale, is_hidden):
     ("seen", "message"),
     [
         ({"wrong": 3}, "forward: mm in layers.0 (float32): 3 of 32 recomputed values are not the requested ones"),
-        ({"found_expected": 2.4, "found_squared": 2.88}, "the error found is 1.20 times the requested one"),
+        ({"found_expected": 2.4, "found_squares": 2.88}, "the error found is 1.20 times the requested one"),
         (
-            {"recomputed": 0, "found_expected": 0.0, "expected_squared": 0.0},
+            {"recomputed": 0, "found_expected": 0.0, "requested_squares": 0.0},
             "no result was recomputed, so nothing is proven",
         ),
     ],
@@ -80,17 +80,43 @@ def test_what_was_seen_is_refused(seen, message):
 
 
 def test_a_size_that_is_not_well_known_is_no_contradiction():
-    assert receipt(found_expected=2.4, found_squared=4.0).problems() == []
-    (problem,) = receipt(found_expected=2.4, found_squared=20.0).problems()
+    assert receipt(found_expected=2.4, found_squares=4.0).problems() == []
+    (problem,) = receipt(found_expected=2.4, found_squares=20.0).problems()
     assert "cannot be told from rounding; found 1.20 times the requested one, with a standard error of 0.53" in problem
 
 
 def test_a_phase_without_noise_escapes_and_graphs_are_refused():
     made = receipt("forward", "backward")
     made.count({("backward", "mm", "gradients"): 3, ("forward", "bmm", "captured"): 2})
-    made.note(made.escapes, "x.y in layers.1", 2)
+    made.note_escape("x.y in layers.1", 2)
     problems = made.problems()
     assert "backward: no product had the requested error, of 3 that were seen" in problems
     assert "2 calls of x.y in layers.1 had no error" in problems
     assert any("captured into a CUDA graph" in problem for problem in problems)
     assert "backward: no product had the requested error, of 3 that were seen" not in made.forward_problems()
+
+
+def test_a_receipt_is_ten_lines_and_a_notebook_has_its_table_too():
+    made = receipt()
+    for number in range(9):
+        made.add(cell_of("forward", "layers.0", f"operator{number}", torch.float32), products=1)
+    lines = str(made).splitlines()
+    assert len(lines) <= 11
+    assert lines[0] == "requested  relative gaussian scale 0.05, in forward"
+    assert lines[-2:] == ["           and 4 more operators, in table()", "accepted"]
+    assert repr(made) == str(made)
+    assert "operator8" in made._repr_html_()
+    made.note("a <b>problem</b>")
+    assert "REFUSED    a &lt;b&gt;problem" in made._repr_html_()
+
+
+def test_receipts_of_processes_add_up():
+    total = MachineReceipt(receipt().requested, np.random.default_rng(0))
+    for _ in range(2):
+        part = receipt(wrong=1)
+        part.note_escape("x.y", 2)
+        part.forward.passes += 3
+        total.include(part.rows.values())
+    assert (total.passes, total.noised, total.recomputed_numbers) == (6, 8, 64)
+    assert {row.operator: row.escaped for row in total.rows.values() if row.escaped} == {"x.y": 4}
+    assert [row.wrong for row in total.cells.values()] == [2]

@@ -127,11 +127,10 @@ def noisy(
         for handle in audit.add_model(parts.roots, modules, dict(enumerate(parts.modules))):
             stack.callback(handle.remove)
         stack.enter_context(audit.running())
-        before = receipt.gradient_passes, receipt.backward_passes
+        before = receipt.forward.gradient_passes, receipt.backward.passes
         yield receipt
-        if backward and receipt.gradient_passes > before[0] and receipt.backward_passes == before[1]:
+        if backward and receipt.forward.gradient_passes > before[0] and receipt.backward.passes == before[1]:
             receipt.note(
-                receipt.notes,
                 "backward: a context ended without a backward pass, which computes exact gradients behind it; expected "
                 "backward() within the context, or no_grad()",
             )

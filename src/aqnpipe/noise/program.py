@@ -5,7 +5,6 @@ process writes its receipt while it runs, because some are killed at their end.
 """
 
 import atexit
-import json
 import multiprocessing
 import multiprocessing.util
 import os
@@ -13,9 +12,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -45,10 +44,11 @@ from aqnpipe.models.parts import PlaceHook, parts_of
 from aqnpipe.models.sites import site_module
 from aqnpipe.noise.injection.faults import FaultHook, FaultRecord
 from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.receipts.table import Row
 from aqnpipe.proof.audit import Audit
 from aqnpipe.proof.observation import watch_backward
 from aqnpipe.proof.operators import AuditRequest
-from aqnpipe.proof.receipt import Cell, MachineReceipt, Requested, Seen, described
+from aqnpipe.proof.receipt import MachineReceipt, Requested, described
 from aqnpipe.seeding import derive_seed
 
 _OUTSIDE = 0
@@ -97,6 +97,17 @@ class ProgramMachine(BaseModel):
         own = self.error if isinstance(self.error, OwnError) else None
         scale = getattr(self.error, "scale", None)
         return Requested(phases, described(self.error), scale, self.operators == "all", own)
+
+
+class _Written(BaseModel):
+    """File of one process: its program, the rows of its receipt, and the counts of its faults, see `_COUNTED`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+    argv: list[str]
+    torch: str
+    rows: tuple[Row, ...]
+    faults: tuple[tuple[int, ...], ...]
 
 
 def begin(specification: str) -> None:
@@ -299,7 +310,7 @@ class _Program:
         for placed in self._placed.get(model, ()):
             site, projection = _module_at(model, placed.path), _module_at(model, placed.projection_path)
             if site is None:
-                self.receipt.notes[f"{placed.path} of {type(model).__name__} is gone, and its fault with it"] = 1
+                self.receipt.note(f"{placed.path} of {type(model).__name__} is gone, and its fault with it")
                 continue
             if projection is not None and projection is not placed.projection:
                 if placed.projection is not None:
@@ -344,11 +355,19 @@ class _Program:
         with self._writing:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self._file.with_suffix(".part")
-            unfinished.write_text(json.dumps(_content(self.receipt, self._machine.counts, self._faults)))
+            unfinished.write_text(self._content().model_dump_json())
             unfinished.replace(self._file)
             if self._is_behind:
                 self._is_behind = False
                 self._file.with_suffix(_BEHIND).unlink(missing_ok=True)
+
+    def _content(self) -> _Written:
+        seen = MachineReceipt(self._settings.requested, self.receipt.draws)
+        # Copies: other threads go on.
+        seen.include(list(self.receipt.rows.values()))
+        seen.count(dict(self._machine.counts))
+        counted = tuple(tuple(getattr(record, name) for name in _COUNTED) for record in self._faults)
+        return _Written(argv=sys.argv, torch=torch.__version__, rows=tuple(seen.rows.values()), faults=counted)
 
     @property
     def _file(self) -> Path:
@@ -378,22 +397,6 @@ def _first_projection(layer: nn.Module, site: str) -> nn.Module | None:
     return next((named[name] for name in _FIRST_PROJECTIONS if name in named), None)
 
 
-def _content(
-    receipt: MachineReceipt, counts: Counter[tuple[str, str, str]], faults: Sequence[FaultRecord]
-) -> dict[str, Any]:
-    return {
-        "argv": sys.argv,
-        "torch": torch.__version__,
-        # Copies: other threads go on.
-        "cells": [[*cell, asdict(seen)] for cell, seen in list(receipt.cells.items())],
-        "counts": [[*key, number] for key, number in list(counts.items())],
-        "escapes": receipt.escapes,
-        "notes": receipt.notes,
-        "passes": [receipt.passes, receipt.backward_passes, receipt.audited_passes],
-        "faults": [[getattr(record, name) for name in _COUNTED] for record in faults],
-    }
-
-
 def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt, tuple[FaultRecord, ...], int, int]:
     """Return the receipt and the faults of all processes that wrote one to `folder`, and two numbers of processes.
 
@@ -402,18 +405,10 @@ def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt
     total, num_processes = MachineReceipt(machine.requested, np.random.default_rng(0)), 0
     faults = tuple(map(FaultRecord, machine.faults))
     for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text())
-        num_processes += bool(content["counts"]) or any(map(any, content["faults"]))
-        total.count({(phase, operator, what): number for phase, operator, what, number in content["counts"]})
-        for *cell, seen in content["cells"]:
-            total.add(Cell(*cell), Seen(**seen))
-        for kind, found in ((total.escapes, content["escapes"]), (total.notes, content["notes"])):
-            for what, number in found.items():
-                total.note(kind, what, number)
-        passes, backward, audited = content["passes"]
-        total.passes, total.backward_passes = total.passes + passes, total.backward_passes + backward
-        total.audited_passes += audited
-        for record, counted in zip(faults, content["faults"], strict=True):
+        written = _Written.model_validate_json(path.read_bytes())
+        num_processes += any(row.outcomes for row in written.rows) or any(map(any, written.faults))
+        total.include(written.rows)
+        for record, counted in zip(faults, written.faults, strict=True):
             for name, number in zip(_COUNTED, counted, strict=True):
                 setattr(record, name, getattr(record, name) + number)
     return total, faults, num_processes, len(list(folder.glob(f"*{_BEHIND}")))

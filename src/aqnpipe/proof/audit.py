@@ -38,7 +38,7 @@ from aqnpipe.proof.operations import (
 )
 from aqnpipe.proof.operators import PLAIN, VISIT, AuditRequest, AuditThread, OperatorAudit
 from aqnpipe.proof.outputs import watch_outputs
-from aqnpipe.proof.receipt import Cell, MachineReceipt
+from aqnpipe.proof.receipt import MachineReceipt, cell_of
 from aqnpipe.proof.recompute import Arguments, Shards, in_whole
 
 _EXPECTED_AUDITS = 4
@@ -119,8 +119,8 @@ class Audit(OperatorAudit):
             local.current.close()
             local.current = None
         with self._lock:
-            self.receipt.passes += 1
-            number = self.receipt.passes
+            self.receipt.forward.passes += 1
+            number = self.receipt.forward.passes
         local.passes += 1
         local.forget_unobserved()
         if local.pending is not None:
@@ -131,9 +131,13 @@ class Audit(OperatorAudit):
         kind = ONE_TOKEN if self.reads_one_token(args, kwargs) else SEVERAL_TOKENS
         kind += ("" if root == 0 else f" of model {root}") + (WITH_GRADIENTS if has_gradients else "")
         chance = float(self._draws.random())
-        self.receipt.gradient_passes += has_gradients
+        self.receipt.forward.gradient_passes += has_gradients
         lacks_backward = has_gradients and self.request.backward and not self._has_backward()
-        if kind not in self.receipt.audited_kinds or lacks_backward or chance < max(_LEAST_WHOLE_SHARE, 1 / number):
+        if (
+            kind not in self.receipt.forward.audited_whole
+            or lacks_backward
+            or chance < max(_LEAST_WHOLE_SHARE, 1 / number)
+        ):
             self._observe(local, self._models[module], kind)
         elif self._models[module] and chance < max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
             part = int(self._draws.choice(list(self._models[module])))
@@ -156,15 +160,14 @@ class Audit(OperatorAudit):
         # Between passes nothing is observed: a mode that stayed on could end up in the middle of the program's own.
         current.switch_off()
         if current.kind is not None and output is not None:
-            self.receipt.audited_kinds.add(current.kind)
-            self.receipt.audited_passes += 1
+            self.receipt.forward.audited_whole.add(current.kind)
             for where in current.uncalled_norms.values():
                 self._wrong_result(where, "was never called")
             for one in self.request.outputs:
                 if one.faults and one.module not in current.compared_outputs:
                     self._note(f"{one.where} was not computed again, and its fault not proven")
-            if self.receipt.operations is None and self.request.counts_operations:
-                self.receipt.operations = current.operations, current.noised_operations
+            if not self.receipt.forward.flops and self.request.counts_operations:
+                self.receipt.forward.add(flops=current.operations, noised_flops=current.noised_operations)
             if (self._observes_gradients or self.checks_exact) and current.kind.endswith(WITH_GRADIENTS):
                 if local.pending is not None:
                     local.pending.close()
@@ -179,7 +182,7 @@ class Audit(OperatorAudit):
     def _observe(self, local: AuditThread, modules: Mapping[int, nn.Module], kind: str | None) -> None:
         """Observe this pass: all of it if it has a kind, otherwise the given part alone."""
         self.before_observed()
-        self.receipt.observed[SINGLE_LAYERS if kind is None else kind] += 1
+        self.receipt.forward.add(audited_passes={SINGLE_LAYERS if kind is None else kind: 1})
         earlier = local.pending if kind is not None and kind.endswith(WITH_GRADIENTS) else None
         observation = local.current = Observation(
             self.observe, kind, local.passes + (self._number_of_thread() << 32), self._outside
@@ -247,14 +250,12 @@ class Audit(OperatorAudit):
     def _launched(self, observation: Observation, kernel: str) -> None:
         here = observation.stack[-1].part
         if observation.is_on and not observation.inside_results and self.request.error_at(here) is not None:
-            self.receipt.note(self.receipt.escapes, f"triton.{kernel} in {self._names[here]}")
+            self.receipt.note_escape(f"triton.{kernel} in {self._names[here]}")
 
     def _has_backward(self) -> bool:
         """Return whether a backward pass was compared, or so many were not that it would cost too much to go on."""
-        return (
-            self.receipt.has_backward
-            or self.receipt.gradient_passes > _PASSES_FOR_BACKWARD
-            or any(seen.recomputed for cell, seen in list(self.receipt.cells.items()) if cell.phase == "backward")
+        return self.receipt.forward.gradient_passes > _PASSES_FOR_BACKWARD or any(
+            row.recomputed for row in list(self.receipt.rows.values()) if row.phase == "backward"
         )
 
     def _linears_of(self, modules: Mapping[int, nn.Module]) -> dict[nn.Module, tuple[int, str]]:
@@ -315,7 +316,7 @@ class Audit(OperatorAudit):
         """Compare a result of a pass that is not observed; the number of its call is not known there."""
         is_noised = phase != "backward" or self.request.backward
         error: Any = self.request.error_at(part) if is_noised else None
-        cell = Cell(phase, self._names[part], operator, str(result.dtype).removeprefix("torch."))
+        cell = cell_of(phase, self._names[part], operator, result.dtype)
         (found,) = self._sample_of(operator, arguments, result)
         if found is None:
             return
@@ -323,16 +324,16 @@ class Audit(OperatorAudit):
             found = in_whole(found, result, shards)
         if error is None:
             if self.checks_exact:
-                self.receipt.add(cell, compare_exact(found))
+                self.receipt.add(cell, **compare_exact(found))
             return
         key = self._key(phase, passed, part)
         numbers = ((call, stream) for call in range(1, _MOST_CALLS) for stream in streams)
         with self.exactly():
             tried = (compare(found, error, Draws.of(key, *number), result.dtype) for number in numbers)
             seen = next(tried)
-            if seen.wrong:
-                seen = next((other for other in tried if not other.wrong), seen)
-        self.receipt.add(cell, seen)
+            if seen["wrong"]:
+                seen = next((other for other in tried if not other["wrong"]), seen)
+        self.receipt.add(cell, **seen)
         if self.on_compared is not None:
             self.on_compared(cell, found, error, result.dtype)
 
@@ -396,13 +397,13 @@ class Audit(OperatorAudit):
         """Observe a backward pass if a forward pass of its graph was observed as a whole."""
         local = self._local
         is_outermost = torch._C._current_autograd_node() is None
-        self.receipt.backward_passes += is_outermost
+        self.receipt.backward.passes += is_outermost
         pending = local.pending
         if not is_outermost or pending is None or local.current is not None:
             yield
             return
         local.current, local.pending = pending, None
-        self.receipt.observed["backward"] += 1
+        self.receipt.backward.add(audited_passes={"backward": 1})
         pending.switch_on()
         try:
             yield
@@ -410,10 +411,10 @@ class Audit(OperatorAudit):
             pending.close()
             local.current = None
             if (missing := pending.expected_gradients - pending.norm_gradients) > 0:
-                self.receipt.note(self.receipt.escapes, "the gradient of a norm's input", missing)
+                self.receipt.note_escape("the gradient of a norm's input", missing)
 
     def _wrong_result(self, where: str, what: str | None) -> None:
         if what is None:
-            self.receipt.note(self.receipt.escapes, where)
+            self.receipt.note_escape(where)
         else:
             self._note(f"{where} {what}")

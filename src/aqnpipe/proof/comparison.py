@@ -1,5 +1,7 @@
 """Compares recomputed elements of a result with the ones that a program got."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -16,13 +18,15 @@ from aqnpipe.config.noise import (
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.expected_values import deviations, expected_values, measured_size
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray
-from aqnpipe.proof.receipt import Seen
 from aqnpipe.proof.recompute import Sampled
+
+Columns = dict[str, Any]
+"""What was seen of elements: columns of a row of a receipt."""
 
 _TINY = 1e-300
 
 
-def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dtype) -> Seen:
+def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dtype) -> Columns:
     """Compare sampled elements of a result of `dtype` with what `error` makes of the exact values."""
     if sampled.expected is not None or isinstance(error, FakeQuantization):
         return _compare_expected(sampled, sampled.exact if sampled.expected is None else sampled.expected)
@@ -54,29 +58,29 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
         # The function computes in float32; the rounding of its argument is no error.
         expected = np.where(np.abs(expected - exact) <= 2.0**-22 * np.abs(exact), exact, expected)
     requested, seen = (expected - exact)[usable] / unit, (found - exact)[usable] / unit
-    return Seen(
-        recomputed=int(usable.sum()),
-        wrong=int((deviation > 1).sum()),
-        largest_deviation=float(deviation.max(initial=0.0)),
+    return {
+        "recomputed": int(usable.sum()),
+        "wrong": int((deviation > 1).sum()),
+        "largest_deviation": float(deviation.max(initial=0.0)),
         # Of an error without random numbers, rounding hides the size; its values are bounded above.
-        found_expected=float((seen * requested).sum()) if is_random else 0.0,
-        expected_squared=float((requested * requested).sum()) if is_random else 0.0,
-        found_squared=float((seen * seen).sum()),
-        rounding_squared=float((rounding * rounding).sum()),
-        error_squared=_error_squared(exact[usable], expected[usable], error) if isinstance(error, OwnError) else 0.0,
-    )
+        "found_expected": float((seen * requested).sum()) if is_random else 0.0,
+        "requested_squares": float((requested * requested).sum()) if is_random else 0.0,
+        "found_squares": float((seen * seen).sum()),
+        "hidden_squares": float((rounding * rounding).sum()),
+        "own_squares": _error_squared(exact[usable], expected[usable], error) if isinstance(error, OwnError) else 0.0,
+    }
 
 
-def compare_exact(sampled: Sampled) -> Seen:
+def compare_exact(sampled: Sampled) -> Columns:
     """Compare elements of a result of which no error was requested with the exact values."""
     usable = np.isfinite(sampled.exact) & np.isfinite(sampled.found)
     allowed = (sampled.slack + sampled.after + _TINY)[usable]
     deviation = np.abs(sampled.found - sampled.exact)[usable] / allowed
-    return Seen(
-        compared=int(usable.sum()),
-        wrong=int((deviation > 1).sum()),
-        largest_difference=float((np.abs(sampled.found - sampled.exact)[usable] * (deviation > 1)).max(initial=0.0)),
-    )
+    return {
+        "compared": int(usable.sum()),
+        "wrong": int((deviation > 1).sum()),
+        "largest_difference": float((np.abs(sampled.found - sampled.exact)[usable] * (deviation > 1)).max(initial=0.0)),
+    }
 
 
 def _expected_around(
@@ -111,17 +115,17 @@ def _as_distributions(
     return shares.reshape(-1), slack.reshape(-1)
 
 
-def _compare_expected(sampled: Sampled, expected: FloatArray) -> Seen:
+def _compare_expected(sampled: Sampled, expected: FloatArray) -> Columns:
     """Compare with values that are known, in units of what rounding explains."""
     unit = sampled.slack + sampled.after + _TINY
     usable = np.isfinite(expected) & np.isfinite(sampled.found)
     deviation = (np.abs(sampled.found - expected) / unit)[usable]
     requested, seen = ((values - sampled.exact)[usable] / unit[usable] for values in (expected, sampled.found))
-    return Seen(
-        recomputed=int(usable.sum()),
-        wrong=int((deviation > 1).sum()),
-        largest_deviation=float(deviation.max(initial=0.0)),
-        found_expected=float((seen * requested).sum()),
-        expected_squared=float((requested * requested).sum()),
-        found_squared=float((seen * seen).sum()),
-    )
+    return {
+        "recomputed": int(usable.sum()),
+        "wrong": int((deviation > 1).sum()),
+        "largest_deviation": float(deviation.max(initial=0.0)),
+        "found_expected": float((seen * requested).sum()),
+        "requested_squares": float((requested * requested).sum()),
+        "found_squares": float((seen * seen).sum()),
+    }

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 from aqnpipe.config.noise import TensorError
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Draws
-from aqnpipe.proof.comparison import compare
+from aqnpipe.proof.comparison import Columns, compare
 from aqnpipe.proof.observation import Observation, is_same
-from aqnpipe.proof.receipt import Seen
 from aqnpipe.proof.recompute import Sampled, Shards, at, in_memory, in_whole
 
 MODULE_ERROR = "module_error"
@@ -42,7 +41,7 @@ class RequestedModule(NamedTuple):
 
 def compare_module(
     requested: RequestedModule, exact: Tensor, result: Tensor, draws: Draws, rng: np.random.Generator, count: int
-) -> tuple[Sampled, Seen]:
+) -> tuple[Sampled, Columns]:
     """Compare sampled elements of a tensor with an error; the operand of the operator is exact."""
     index = rng.integers(0, max(result.numel(), 1), min(count, result.numel()))
     place = np.unravel_index(index, tuple(result.shape)) if result.dim() else ()

@@ -26,6 +26,7 @@ from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.classification import escape, is_known
 from aqnpipe.noise.audit.operation_counts import operations_of
 from aqnpipe.noise.audit.random_numbers import Draws, derived_key
+from aqnpipe.noise.receipts.table import Place
 from aqnpipe.proof.comparison import compare, compare_exact
 from aqnpipe.proof.elementwise import ELEMENTWISE
 from aqnpipe.proof.linear import values_of
@@ -44,7 +45,7 @@ from aqnpipe.proof.operations import (
 )
 from aqnpipe.proof.outputs import RequestedOutput
 from aqnpipe.proof.quantized import with_rounded_factors
-from aqnpipe.proof.receipt import Cell, MachineReceipt, Seen
+from aqnpipe.proof.receipt import MachineReceipt, cell_of
 from aqnpipe.proof.recompute import (
     RECOMPUTED,
     UNPROVEN,
@@ -147,7 +148,7 @@ class OperatorAudit:
     """
 
     exactly: Callable[[], AbstractContextManager[None]] = nullcontext
-    on_compared: Callable[[Cell, Sampled, Any, torch.dtype], None] | None = None
+    on_compared: Callable[[Place, Sampled, Any, torch.dtype], None] | None = None
     checks_exact = False
 
     def __init__(self, request: AuditRequest, receipt: MachineReceipt, outside: int) -> None:
@@ -230,7 +231,7 @@ class OperatorAudit:
         result = function(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point():
             where = self._names[observation.stack[-1].part]
-            cell = Cell(self.request.stream, where, kind.operator, str(result.dtype).removeprefix("torch."))
+            cell = cell_of(self.request.stream, where, kind.operator, result.dtype)
             self._exact_product(cell, kind.operator, arguments, result)
         return result
 
@@ -269,8 +270,8 @@ class OperatorAudit:
         key = self._key(requested.stream, passed, place)
         with self.exactly():
             found, seen = compare_module(requested, exact, result, Draws.of(key, call, 8), self._draws, self._samples)
-        cell = Cell(self.request.stream, requested.where, requested.operator, str(result.dtype).removeprefix("torch."))
-        self.receipt.add(cell, seen)
+        cell = cell_of(self.request.stream, requested.where, requested.operator, result.dtype)
+        self.receipt.add(cell, **seen)
         if self.on_compared is not None:
             self.on_compared(cell, found, requested.error, result.dtype)
 
@@ -288,15 +289,13 @@ class OperatorAudit:
             inputs = _tensors((*args, *kwargs.values()))
             # Sharded weights are other tensors in every pass, so they are known by their kind.
             observation.mode.parameters.start(value for value in inputs if isinstance(value, nn.Parameter))
-            found = escape(
-                function, inputs, result, observation.mode.parameters, elementwise=False, is_harmless=is_harmless
-            )
+            found = escape(function, inputs, result, observation.mode.parameters, is_harmless=is_harmless)
             if self.request.elementwise and name == "_fused_rms_norm" and not observation.around_norms:
                 found = f"aten.{name}"
         if found is not None:
             # It may compute with operators that are noised and not seen from here.
             observation.stack[-1].is_lost = True
-            self.receipt.note(self.receipt.escapes, f"{found} in {self._names[here]}")
+            self.receipt.note_escape(f"{found} in {self._names[here]}")
 
     def _product(
         self, observation: Observation, operator: str, arguments: Mapping[str, Any], result: Any, *, is_into: bool
@@ -308,7 +307,7 @@ class OperatorAudit:
         if not plain and self.request.error_at(observation.stack[-1].part) is not None:
             # Their kernels are not replaced.
             where = self._names[observation.stack[-1].part]
-            self.receipt.note(self.receipt.escapes, f"aten.{operator} of tensors that are not dense in {where}")
+            self.receipt.note_escape(f"aten.{operator} of tensors that are not dense in {where}")
         if not results or not plain or not results[0].is_floating_point():
             return False
         node, here = torch._C._current_autograd_node(), observation.stack[-1]
@@ -321,7 +320,7 @@ class OperatorAudit:
                 return False
             passed, part, call = called or (start.passed, start.part, start.visit * VISIT + number - start.node)
         phase = "backward" if is_gradient else self.request.stream
-        cell = Cell(phase, self._names[part], operator, str(results[0].dtype).removeprefix("torch."))
+        cell = cell_of(phase, self._names[part], operator, results[0].dtype)
         if self._is_quantized:
             return self._quantized_product(observation, cell, part, arguments, results[0], is_gradient)
         error: Any = self.request.error_at(part)
@@ -331,7 +330,7 @@ class OperatorAudit:
         is_noised = self._is_noised(operator, arguments, part, is_gradient)
         if not is_noised or (is_gradient and called is None and part == self._outside):
             # The latter is of a product behind the pass, which was not observed; its call is not known.
-            self.receipt.add(cell, Seen(products=1))
+            self.receipt.add(cell, products=1)
             return is_noised
         if type(error) is LayerErrors:
             name, error = operator_name(operator, error, observation, here, part == self._outside)
@@ -343,23 +342,21 @@ class OperatorAudit:
             here.calls += 1
             call = here.calls
             if here.is_lost:
-                self.receipt.add(cell, Seen(products=1))
+                self.receipt.add(cell, products=1)
                 return True
             if torch.is_grad_enabled():
                 # The node of an operator is made just before it runs; one without a node finds that of another.
                 observation.calls.setdefault(torch.autograd._get_sequence_nr() - 1, (passed, part, call))
             if node is not None and not here.is_again:
                 # A checkpointed function outside the parts is computed again; its place is not known.
-                self.receipt.add(cell, Seen(products=1))
+                self.receipt.add(cell, products=1)
                 return True
         key = self._key(phase, passed, part)
         sampled = self._sample_of(operator, arguments, result)
         if operator == "_softmax_backward_data" and sampled == [None]:
-            self.receipt.note(
-                self.receipt.escapes, f"a softmax's gradient, of whose result a copy was kept, in {self._names[part]}"
-            )
+            self.receipt.note_escape(f"a softmax's gradient, of whose result a copy was kept, in {self._names[part]}")
         for nth, found in enumerate(sampled):
-            self.receipt.add(cell, Seen(products=int(nth == 0)))
+            self.receipt.add(cell, products=int(nth == 0))
             if found is not None:
                 numbered = numbered_in_order(found, results[nth]) if is_into else found
                 if observation.shards:
@@ -367,23 +364,23 @@ class OperatorAudit:
                 draws = Draws.of(key, call, stream + nth)
                 with self.exactly():
                     seen = compare(numbered, error, draws, results[nth].dtype)
-                self.receipt.add(cell, seen)
+                self.receipt.add(cell, **seen)
                 if self.on_compared is not None:
                     self.on_compared(cell, found, error, results[nth].dtype)
         observation.nth += len(sampled) - 1 if is_gradient else 0
         return True
 
-    def _exact_product(self, cell: Cell, operator: str, arguments: Mapping[str, Any], result: Any) -> None:
+    def _exact_product(self, cell: Place, operator: str, arguments: Mapping[str, Any], result: Any) -> None:
         """Compare a product of which no error was requested with the exact one."""
-        self.receipt.add(cell, Seen(products=1))
+        self.receipt.add(cell, products=1)
         for found in self._sample_of(operator, arguments, result) if self.checks_exact else ():
             if found is not None:
-                self.receipt.add(cell, compare_exact(found))
+                self.receipt.add(cell, **compare_exact(found))
 
     def _quantized_product(
         self,
         observation: Observation,
-        cell: Cell,
+        cell: Place,
         part: int,
         arguments: Mapping[str, Any],
         result: Tensor,
@@ -397,22 +394,22 @@ class OperatorAudit:
             if not is_gradient:
                 self._exact_product(cell, cell.operator, arguments, result)
             return False
-        self.receipt.add(cell, Seen(products=1))
+        self.receipt.add(cell, products=1)
         observation.weights.note(None, operands, ())
         factors = observation.weights.factors(error, operands, is_gradient)
         if factors is None:
             return False
         copies = [operand for operand in operands if observation.weights.is_copy(operand)]
         if copies or machine_name(cell.operator) not in ("mm", "bmm", "mv", "_grouped_mm"):
-            what = f"aten.{cell.operator} with {'a copy of a weight' if copies else 'a weight'} in {cell.place}"
-            self.receipt.note(self.receipt.escapes, what)
+            what = f"aten.{cell.operator} with {'a copy of a weight' if copies else 'a weight'} in {cell.path}"
+            self.receipt.note_escape(what)
             return False
         (sampled,) = self._sample_of(cell.operator, arguments, result)
         offsets = arguments.get("offs")
         is_of_rows = offsets is None or [operand.dim() for operand in operands] == [2, 3]
         if sampled is not None and result.dim() > 1 and is_of_rows:
             found = with_rounded_factors(sampled, result, factors, error, is_gradient, offsets)
-            self.receipt.add(cell, compare(found, error, Draws.of(0, 0, 0), result.dtype))
+            self.receipt.add(cell, **compare(found, error, Draws.of(0, 0, 0), result.dtype))
             if self.on_compared is not None:
                 self.on_compared(cell, found, error, result.dtype)
         return True
@@ -445,13 +442,12 @@ class OperatorAudit:
         if not isinstance(error, AppliedError):
             return
         sampled = self._sample_of(operator, dict(enumerate(factors)), result)
-        cell = Cell(phase, OUTSIDE, operator, str(result.dtype).removeprefix("torch."))
+        cell = cell_of(phase, OUTSIDE, operator, result.dtype)
         for found in sampled:
             with self.exactly():
                 draws = Draws.of(self._key(phase, 0, self._outside), 0, 0) if is_fixed(error) else Draws.of(*source)
-                seen = Seen() if found is None else compare(found, error, draws, result.dtype)
-            seen.products = 1
-            self.receipt.add(cell, seen)
+                seen = {} if found is None else compare(found, error, draws, result.dtype)
+            self.receipt.add(cell, products=1, **seen)
             if found is not None and self.on_compared is not None:
                 self.on_compared(cell, found, error, result.dtype)
 
@@ -474,7 +470,7 @@ class OperatorAudit:
         return found
 
     def _note(self, what: str) -> None:
-        self.receipt.note(self.receipt.notes, what)
+        self.receipt.note(what)
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

@@ -2,17 +2,17 @@
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import polars as pl
+import torch
 
 from aqnpipe.config.noise import AppliedError, MeasuredError
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.receipts.table import Place, Row, Shown, grouped
 from aqnpipe.proof.elementwise import ELEMENTWISE
 
 _NO_ERROR = 0.005
@@ -20,61 +20,9 @@ _NO_ERROR = 0.005
 
 _SLOPE_TOLERANCE = 0.05
 _STANDARD_ERRORS = 6.0
+_LISTED = 6
 _RESOLVED = 0.15
 """Largest standard error with which the size of an error counts as measured."""
-
-
-class Cell(NamedTuple):
-    """Subject of a row of the table. `place`: a layer by its path, the output projection, or `outside`."""
-
-    phase: str
-    place: str
-    operator: str
-    dtype: str
-
-
-@dataclass
-class Seen:
-    """Sums over the sampled elements of one cell.
-
-    `products` the audit saw; of `recomputed` elements `wrong` are not those of the requested error, and the largest
-    deviation is a multiple of what rounding explains. `found_expected` and its neighbours are sums of products of the
-    found error (what was found less the exact value) and the expected one; relative errors are divided by the value, so
-    that no large element decides alone. `rounding_squared`: of what rounding may have hidden. `error_squared` is that
-    of a user's own error, in the quantity that was announced. `compared`: elements of which no error was requested,
-    compared with the exact ones; `largest_difference` is the largest that rounding does not explain.
-    """
-
-    products: int = 0
-    recomputed: int = 0
-    wrong: int = 0
-    largest_deviation: float = 0.0
-    found_expected: float = 0.0
-    expected_squared: float = 0.0
-    found_squared: float = 0.0
-    rounding_squared: float = 0.0
-    error_squared: float = 0.0
-    compared: int = 0
-    largest_difference: float = 0.0
-
-    def add(self, other: "Seen") -> None:
-        """Add the sums of another part of the same cell."""
-        for field in fields(self):
-            own, added = getattr(self, field.name), getattr(other, field.name)
-            setattr(self, field.name, max(own, added) if field.name.startswith("largest_") else own + added)
-
-    @property
-    def size(self) -> float | None:
-        """Size of the error found, as a multiple of the requested one with the same random numbers; 1 if it is that."""
-        return self.found_expected / self.expected_squared if self.expected_squared > 0 else None
-
-    @property
-    def size_error(self) -> float:
-        """Standard error of `size`, from what the requested error does not explain, and rounding may hide."""
-        if not self.recomputed or self.expected_squared <= 0:
-            return math.inf
-        rest = max(self.found_squared - self.found_expected**2 / self.expected_squared, self.rounding_squared)
-        return math.sqrt(rest / max(self.recomputed - 1, 1) / self.expected_squared)
 
 
 class Requested(NamedTuple):
@@ -101,39 +49,79 @@ def described(error: AppliedError | MeasuredError | None) -> str:
     return " ".join([error.kind.replace("_", " "), *values])
 
 
-class MachineReceipt:
-    """Request to a machine, what the machine counted, and what the audit computed again."""
+def cell_of(phase: str, path: str, operator: str, dtype: torch.dtype) -> Place:
+    """Return the place of results of an operator in a module: in a layer by its path, or in no layer."""
+    return Place(phase, operator=operator, path=path, dtype=str(dtype).removeprefix("torch."))
+
+
+class MachineReceipt(Shown):
+    """Request to a machine, and the table of what the machine counted and the audit computed again.
+
+    Its rows are about places by path, operators, and phases; `forward` and `backward` are the rows of the phases.
+    """
 
     def __init__(self, requested: Requested, draws: np.random.Generator) -> None:
         self.requested = requested
         # The audit's own: which passes it observes, and which elements.
         self.draws = draws
-        self.audited_kinds: set[str] = set()
-        self.cells: dict[Cell, Seen] = {}
+        self.rows: dict[Place, Row] = {}
+        self.forward = self._row(Place(requested.phases[0] if requested.phases else "forward"))
+        self.backward = self._row(Place("backward"))
         self._lock = threading.Lock()
-        self.counts: dict[tuple[str, str, str], int] = {}
-        self.escapes: dict[str, int] = {}
-        self.notes: dict[str, int] = {}
-        self.passes = self.gradient_passes = 0
-        self.backward_passes = 0
-        self.audited_passes = 0
-        self.observed: Counter[str] = Counter()
-        self.has_backward = False
-        self.operations: tuple[int, int] | None = None
 
-    def add(self, cell: Cell, seen: Seen) -> None:
-        """Add what was seen of a cell."""
+    def _row(self, place: Place) -> Row:
+        if place not in self.rows:
+            self.rows[place] = Row(*place)
+        return self.rows[place]
+
+    def add(self, place: Place, **columns: Any) -> None:
+        """Add to columns of the row of a place."""
         with self._lock:
-            self.cells.setdefault(cell, Seen()).add(seen)
+            self._row(place).add(**columns)
+
+    def include(self, rows: Iterable[Row]) -> None:
+        """Add the rows of another receipt of the same request."""
+        for row in rows:
+            self._row(row.place).include([row])
 
     def count(self, counts: Mapping[tuple[str, str, str], int]) -> None:
         """Add the machine's counts of products, by (phase, operator, what happened)."""
-        for key, number in counts.items():
-            self.counts[key] = self.counts.get(key, 0) + number
+        for (phase, operator, what), number in counts.items():
+            self.add(Place(phase, operator=operator), outcomes={what: number})
 
-    def note(self, kind: dict[str, int], what: str, number: int = 1) -> None:
-        """Count an escape or a note."""
-        kind[what] = kind.get(what, 0) + number
+    def note_escape(self, what: str, number: int = 1) -> None:
+        """Count calls that had no error."""
+        self.add(Place(self.forward.phase, operator=what), escaped=number)
+
+    def note(self, what: str) -> None:
+        """Note a contradiction in words."""
+        self.add(self.forward.place, contradictions={what: 1})
+
+    @property
+    def cells(self) -> dict[Place, Row]:
+        """The rows of operators at places."""
+        found = [place for place in list(self.rows) if place.path]
+        found.sort(key=lambda place: (place.phase, place.path, place.operator, place.dtype))
+        return {place: self.rows[place] for place in found}
+
+    @property
+    def counts(self) -> dict[tuple[str, str, str], int]:
+        """The machine's counts."""
+        return {
+            (place.phase, place.operator, what): number
+            for place, row in list(self.rows.items())
+            for what, number in row.outcomes.items()
+        }
+
+    @property
+    def passes(self) -> int:
+        """Number of passes of models."""
+        return self.forward.passes
+
+    @property
+    def backward_passes(self) -> int:
+        """Number of backward passes."""
+        return self.backward.passes
 
     @property
     def products(self) -> int:
@@ -153,29 +141,23 @@ class MachineReceipt:
     @property
     def measured_scale(self) -> float | None:
         """The scale that was measured; None for an error without one, or before anything was measured."""
-        total = _sum(self.cells.values())
-        size = total.size
+        size = _sum(self.rows.values()).size
         return None if self.requested.scale is None or size is None else size * self.requested.scale
 
-    def table(self) -> pl.DataFrame:
-        """Return the cells as a table, one row each."""
-        names = [field.name for field in fields(Seen)]
-        rows = [(*cell, *astuple(seen), seen.size) for cell, seen in sorted(self.cells.items())]
-        schema: dict[str, Any] = {**dict.fromkeys(Cell._fields, pl.String)}
-        schema |= {
-            name: pl.Float64 if name not in ("products", "recomputed", "wrong", "compared") else pl.Int64
-            for name in names
-        }
-        return pl.DataFrame(rows, schema=schema | {"size": pl.Float64}, orient="row")
+    @property
+    def table_rows(self) -> Iterable[Row]:
+        """The rows of `table()`: those of operators at places."""
+        return self.cells.values()
 
     def problems(self) -> list[str]:
         """Return one line per difference between what was requested and what was measured."""
         found = [*self._missing(), *self._wrong(), *self._of_another_size()]
-        found += [f"{number} calls of {what} had no error" for what, number in sorted(self.escapes.items())]
+        escapes = sorted((row.operator, row.escaped) for row in self.rows.values() if row.escaped)
+        found += [f"{number} calls of {what} had no error" for what, number in escapes]
         for (phase, operator, what), number in sorted(self.counts.items()):
             if what in _REFUSED:
                 found.append(f"{phase}: {number} calls of {operator} {_REFUSED[what]}")
-        return found + sorted(self.notes)
+        return found + sorted(self.forward.contradictions)
 
     def forward_problems(self) -> list[str]:
         """Return the problems of a program that computes no gradients: they cannot be missing."""
@@ -206,30 +188,30 @@ class MachineReceipt:
 
     def wrong_values(self, phase: str) -> Iterator[str]:
         """Yield one line per operator and place of a phase whose values or sizes are not the requested ones."""
-        for cell, seen in sorted(self.cells.items()):
+        for cell, seen in self.cells.items():
             if cell.phase != phase or not seen.wrong:
                 continue
-            where = f"{cell.operator} in {cell.place} ({cell.dtype})"
+            where = f"{cell.operator} in {cell.path} ({cell.dtype})"
             if not seen.recomputed:
                 yield f"{where}: {seen.wrong} of {seen.compared} values are not exact, no noise was requested"
                 continue
             times = "" if seen.size is None else f", whose error is {seen.size:.2f} times the requested one"
-            if math.sqrt(seen.found_squared) < _NO_ERROR * math.sqrt(seen.expected_squared):
+            if math.sqrt(seen.found_squares) < _NO_ERROR * math.sqrt(seen.requested_squares):
                 times = ": they have no error"
             yield f"{where}: {seen.wrong} of {seen.recomputed} recomputed values are not the requested ones{times}"
-        for (of_phase, operator, dtype), seen in sorted(self._by_operator().items()):
+        for seen in self._by_operator():
             size = seen.size
-            if of_phase == phase and not seen.wrong and size is not None:
+            if seen.phase == phase and not seen.wrong and size is not None:
                 allowed = _SLOPE_TOLERANCE + _STANDARD_ERRORS * seen.size_error
                 if abs(size - 1) > allowed:
-                    yield f"{operator} ({dtype}): the error found is {size:.2f} times the requested one"
+                    yield f"{seen.operator} ({seen.dtype}): the error found is {size:.2f} times the requested one"
 
     def _wrong(self) -> Iterable[str]:
         for phase in sorted({cell.phase for cell in self.cells}):
             yield from (f"{phase}: {line}" for line in self.wrong_values(phase))
         for phase, dtype in sorted({(cell.phase, cell.dtype) for cell in self.cells}):
             whole = _sum(seen for cell, seen in self.cells.items() if (cell.phase, cell.dtype) == (phase, dtype))
-            if whole.expected_squared > 0 and whole.size_error > _RESOLVED:
+            if whole.requested_squares > 0 and whole.size_error > _RESOLVED:
                 yield (
                     f"{phase} ({dtype}): an error of this size cannot be told from rounding; found {whole.size:.2f} "
                     f"times the requested one, with a standard error of {whole.size_error:.2f}"
@@ -248,18 +230,16 @@ class MachineReceipt:
             total = _sum(seen for cell, seen in self.cells.items() if cell.phase == phase)
             if not total.recomputed:
                 continue
-            size = math.sqrt(total.error_squared / total.recomputed)
+            size = math.sqrt(total.own_squares / total.recomputed)
             if problem := own.size_problem(size, total.recomputed, "values"):
                 yield f"{phase}: {problem}"
 
-    def _by_operator(self) -> dict[tuple[str, str, str], Seen]:
-        found: dict[tuple[str, str, str], Seen] = {}
-        for cell, seen in self.cells.items():
-            found.setdefault((cell.phase, cell.operator, cell.dtype), Seen()).add(seen)
-        return found
+    def _by_operator(self) -> list[Row]:
+        found = grouped(replace(row, path="") for row in self.cells.values())
+        return sorted(found, key=lambda row: (row.phase, row.operator, row.dtype))
 
     def __str__(self) -> str:
-        """Return the receipt in about ten lines."""
+        """Return the receipt in about ten lines, and a line for every problem."""
         scale = self.measured_scale
         lines = [
             f"requested  {self.requested.error}, in {' and '.join(self.requested.phases)}",
@@ -269,17 +249,18 @@ class MachineReceipt:
         ]
         for what, number in sorted(self.without_error().items()):
             lines.append(f"without    {number:,} {what}")
-        for (phase, operator, dtype), seen in sorted(self._by_operator().items()):
-            shown = "-" if seen.size is None else f"{seen.size:.3f}"
+        operators = self._by_operator()
+        for seen in operators[:_LISTED]:
+            size = "-" if seen.size is None else f"{seen.size:.3f}"
             lines.append(
-                f"           {phase:<14}{operator[:32]:<34}{dtype:<10}{seen.products:>7} audited  size {shown:>6}  "
-                f"{seen.wrong} wrong"
+                f"           {seen.phase:<14}{seen.operator[:32]:<34}{seen.dtype:<10}{seen.products:>7} audited  "
+                f"size {size:>6}  {seen.wrong} wrong"
             )
+        if len(operators) > _LISTED:
+            lines.append(f"           and {len(operators) - _LISTED} more operators, in table()")
         problems = self.problems()
         lines += [f"REFUSED    {problem}" for problem in problems] or ["accepted"]
         return "\n".join(lines)
-
-    __repr__ = __str__
 
     def without_error(self) -> dict[str, int]:
         """Return the number of products that had no error, by why."""
@@ -299,8 +280,5 @@ _REFUSED = {
 }
 
 
-def _sum(parts: Iterable[Seen]) -> Seen:
-    total = Seen()
-    for part in parts:
-        total.add(part)
-    return total
+def _sum(rows: Iterable[Row]) -> Row:
+    return Row("forward").include(rows)

@@ -13,14 +13,13 @@ from aqnpipe.config.noise import (
     MantissaTruncation,
     ModuleNoise,
     OperatorNoise,
-    Phase,
     RelativeGaussian,
     ScaledError,
 )
 from aqnpipe.config.own_noise import OwnError
 from aqnpipe.config.study import Study
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.table import Row
+from aqnpipe.noise.receipts.table import Row, TablePhase
 from aqnpipe.report import numbers, tables
 from aqnpipe.report.inputs import Evaluated, ReportData, Run
 from aqnpipe.report.tables import Part, RunLink, Table, table
@@ -182,7 +181,7 @@ def _recomputed_text(record: Row, words: Words) -> str:
     return words("receipts.recomputed", numbers=record.recomputed, deviation=record.largest_deviation)
 
 
-def _requested_in(receipt: Receipt, phase: Phase) -> list[OperatorNoise | ModuleNoise]:
+def _requested_in(receipt: Receipt, phase: TablePhase) -> list[OperatorNoise | ModuleNoise]:
     noises = (receipt.operator_noise, receipt.module_noise)
     return [noise for noise in noises if noise and noise.is_active and phase in noise.phases]
 

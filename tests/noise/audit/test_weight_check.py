@@ -4,10 +4,10 @@ import pytest
 from aqnpipe.config.noise import AdaptiveNoise, NoiseSpec
 from aqnpipe.models.layout import rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
-from aqnpipe.noise.audit.comparison import Comparison
 from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.audit.weight_check import compare_norms
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.table import Row
 
 AQN = AdaptiveNoise(schedule={"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.05})
 SIGMA, SEED, STEP = 0.05, 3, 2
@@ -25,7 +25,7 @@ def compared(model):
 
     def compared(factors=None, position=POSITION, sigma=SIGMA, phase="rollout"):
         recorder.note_clean_norms(model)
-        found, factors = Comparison(), target_factors(model, AQN, None) | (factors or {})
+        found, factors = Row(phase), target_factors(model, AQN, None) | (factors or {})
         with noised_rollout(model, AQN, factors, recorder, sigma=SIGMA, seed=SEED, step=STEP):
             rng = np.random.default_rng(0)
             compare_norms(model, phase, position, recorder, found, rng, lambda name: sigma)
@@ -38,7 +38,7 @@ def test_the_noise_of_the_step_is_recomputed(compared, model):
     found = compared()
     sizes = [norm.weight.numel() for norm in rms_norms(model).values()]
     assert not found.contradictions
-    assert found.numbers == sum(min(size, 64) for size in sizes)
+    assert found.recomputed == sum(min(size, 64) for size in sizes)
 
 
 @pytest.mark.parametrize("place", [0, -1])

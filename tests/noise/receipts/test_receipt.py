@@ -65,6 +65,15 @@ def test_a_receipt_is_shown_in_a_line_per_phase(honest):
     assert refused[2:] == ["REFUSED       rollout: no operator output was compared with plain torch"]
 
 
+def test_a_receipt_of_a_study_has_the_same_table_and_a_notebook_view(honest):
+    table = honest.table()
+    assert table.columns[:5] == ["phase", "step", "layer", "operator", "passes"]
+    assert {"calls", "measured_elements", "squares"} <= set(table.columns)
+    assert len(table) == len(honest.rows)
+    assert table["calls"].sum() == sum(cell.calls for cell in honest.cells)
+    assert honest._repr_html_().startswith("<pre>requested")
+
+
 def test_a_receipt_survives_its_file(honest):
     assert Receipt.model_validate_json(honest.model_dump_json()) == honest
 

@@ -143,9 +143,6 @@ _KEEPS_THE_PARAMETER = frozenset(
 )
 """Operations whose output contains the values of a parameter, besides views."""
 
-_ELEMENTWISE = frozenset({"_safe_softmax", "_softmax", "gelu", "native_layer_norm", "silu"})
-"""Operations with noise under `operators: all`. An RMSNorm is several operations; its noise is added by module."""
-
 _OF_WEIGHTS = frozenset({"_weight_norm_interface"})
 """Operations that compute a weight from parameters alone. With other tensors they are products."""
 
@@ -209,18 +206,14 @@ def escape(
     output: Any,
     parameters: MatrixParameters,
     *,
-    elementwise: bool,
-    is_harmless: bool | None = None,
+    is_harmless: bool,
 ) -> str | None:
     """Return the name of an operation that may be a product without noise; None if it is known to be none.
 
     `inputs` are the tensors among its arguments. Adds views and copies of matrix parameters to `parameters`.
-    `elementwise`: softmax, activations and norms must have noise too. `is_harmless`: whether an operation that takes no
-    matrix is known to be no product (default: `is_known`).
+    `is_harmless`: whether an operation that takes no matrix is known to be no product.
     """
     name = func.overloadpacket.__name__
-    if elementwise and func.namespace == "aten" and name in _ELEMENTWISE:
-        return f"aten.{name}"
     takes_matrix = any(value in parameters for value in inputs)
     if keeps_the_parameter(func):
         if takes_matrix:
@@ -228,7 +221,7 @@ def escape(
             parameters.update(found, looked_up=parameters.are_looked_up(inputs))
         return None
     is_of_weights = name in _OF_WEIGHTS and func.namespace == "aten" and parameters.holds_all(inputs)
-    if not (is_known(func) if is_harmless is None else is_harmless) and not is_of_weights:
+    if not is_harmless and not is_of_weights:
         return f"{func.namespace}.{name}"
     if not takes_matrix:
         return None

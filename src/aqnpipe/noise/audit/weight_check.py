@@ -8,10 +8,10 @@ from torch import nn
 
 from aqnpipe.config.noise import AbsoluteGaussian, Phase
 from aqnpipe.models.layout import rms_norms, weight_of
-from aqnpipe.noise.audit.comparison import Comparison
 from aqnpipe.noise.audit.expected_values import deviations, expected_values
 from aqnpipe.noise.audit.random_numbers import Draws, Position, key_at_step
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.table import Row
 
 _STREAM = "aqn"
 _SAMPLED_ELEMENTS = 64
@@ -22,15 +22,15 @@ def compare_norms(
     phase: Phase,
     position: Position,
     recorder: ReceiptRecorder,
-    comparison: Comparison,
+    row: Row,
     rng: np.random.Generator,
     sigma_of: Callable[[str], float],
 ) -> None:
     """Compare sampled weights of every RMSNorm with what they should be in this phase, at this step.
 
     In a rollout AQN's targets have the noise of the step, the same in all forwards of the rollout. Everywhere else they
-    are clean. `sigma_of` returns the requested sigma of a norm, by name. Nothing is compared if the recorder does not
-    know the clean weights.
+    are clean. `row` gets what was found; `sigma_of` returns the requested sigma of a norm, by name. Nothing is compared
+    if the recorder does not know the clean weights.
     """
     clean_weights = recorder.clean_norm_weights
     if not clean_weights or phase == "reference":
@@ -57,7 +57,8 @@ def compare_norms(
             draws = Draws.of(key, call, 0)
             expected, allowed = expected_values(clean, AbsoluteGaussian(scale=sigma), weight.dtype, draws, elements)
             wrong = deviations(clean, used, expected, allowed, weight.dtype) > 1
-            comparison.numbers += len(elements)
+            row.recomputed += len(elements)
         if wrong.any():
             requested = f"the noise of step {position.step}" if sigma else "clean weights"
-            comparison.note(f"AQN: {name}: {wrong.mean():.0%} of the sampled weights are not as requested: {requested}")
+            what = f"AQN: {name}: {wrong.mean():.0%} of the sampled weights are not as requested: {requested}"
+            row.add(contradictions={what: 1})

@@ -12,7 +12,6 @@ from aqnpipe.config.measured_noise import OperatorError
 from aqnpipe.config.noise import AppliedError, FakeQuantization, Phase, quantity_of, requested_size
 from aqnpipe.machine.machine import Noised
 from aqnpipe.models.layout import layer_of
-from aqnpipe.noise.audit.comparison import Comparison
 from aqnpipe.noise.audit.expected_values import measured_size, spacing
 from aqnpipe.noise.audit.random_numbers import FloatArray, Position, key_at
 from aqnpipe.noise.audit.weight_check import compare_norms
@@ -21,11 +20,14 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.sampling import sample
 from aqnpipe.noise.receipts.table import Place, Row
 from aqnpipe.proof.operations import machine_name
-from aqnpipe.proof.receipt import Cell, MachineReceipt, Requested
+from aqnpipe.proof.receipt import MachineReceipt, Requested
 from aqnpipe.proof.recompute import Sampled, rounded
 
 _FEW_BITS_LOST = 4.0
 """Results are measured whose slack is at most so many times the smallest one: in others most digits cancelled."""
+
+_OF_THE_AUDIT = ("recomputed", "wrong", "largest_deviation", "compared", "largest_difference")
+"""Columns of the audit's rows that are about sums of a study's rows, too."""
 
 _ESCAPES = ("of integers", "captured")
 """Counts that the machine keeps of products that cannot have the error."""
@@ -54,15 +56,16 @@ class PhaseMeasurements:
         self._modules = modules
         self._recorder = recorder
         self._sigma_of = sigma_of
-        self._norms = Comparison()
+        self._norms = Row(phase)
         self._differences: dict[Phase, Row] = {phase: Row(phase), "backward": Row("backward")}
         self.receipt = MachineReceipt(
             Requested((phase,), "", None), np.random.default_rng(key_at(position, f"audit.{phase}"))
         )
         earlier = recorder.seen(phase, "passes", "audited_whole")
-        self.receipt.passes, self.receipt.audited_kinds = earlier.passes, earlier.audited_whole
+        self.receipt.forward.add(passes=earlier.passes, audited_whole=earlier.audited_whole)
         earlier = recorder.seen("backward", "passes", "recomputed")
-        self.receipt.gradient_passes, self.receipt.has_backward = earlier.passes, bool(earlier.recomputed)
+        self.receipt.forward.gradient_passes = earlier.passes
+        self.receipt.backward.recomputed = earlier.recomputed
 
     def note(self, noised: Noised) -> None:
         """Count a result of an operator that has an error; a layer that is computed again counts once."""
@@ -92,7 +95,7 @@ class PhaseMeasurements:
         row.calls += 1
         row.elements += noised.num_elements
         if noised.changed is not None:
-            self._recorder.add(*row.place, changed=noised.changed)
+            self._recorder.add(*row.place[:4], changed=noised.changed)
 
     def compare_norms(
         self, model: nn.Module, forward: int, exactly: Callable[[], AbstractContextManager[None]]
@@ -110,7 +113,7 @@ class PhaseMeasurements:
                 self._sigma_of,
             )
 
-    def measure(self, cell: Cell, found: Sampled, error: Any, dtype: torch.dtype) -> None:
+    def measure(self, cell: Place, found: Sampled, error: Any, dtype: torch.dtype) -> None:
         """Measure the elements of a compared result whose error rounding does not hide."""
         if cell.operator == HIDDEN_STATES:
             return
@@ -146,42 +149,29 @@ class PhaseMeasurements:
         receipt, recorder = self.receipt, self._recorder
         compared = {cell: seen for cell, seen in receipt.cells.items() if seen.compared + seen.recomputed}
         for cell, seen in compared.items():
-            recorder.add(
-                *self._place(cell),
-                recomputed=seen.recomputed,
-                wrong=seen.wrong,
-                largest_deviation=seen.largest_deviation,
-                compared=seen.compared + seen.recomputed,
-                largest_difference=seen.largest_difference,
-            )
-        recorder.add(
-            self._phase,
-            recomputed=self._norms.numbers,
-            contradictions=self._norms.contradictions,
-            audited_whole=receipt.audited_kinds,
-        )
+            row = recorder.row(*self._place(cell)[:4]).include([seen], _OF_THE_AUDIT)
+            row.compared += seen.recomputed
+        recorder.row(self._phase).include([self._norms]).include([receipt.forward], ["audited_whole"])
         for phase, differences in self._differences.items():
             if any(cell.phase == phase for cell in compared):
-                is_backward, wrong = phase == "backward", dict.fromkeys(receipt.wrong_values(phase), 1)
-                kinds = {
-                    kind: number for kind, number in receipt.observed.items() if (kind == "backward") == is_backward
-                }
-                recorder.add(phase, contradictions=wrong, audited_passes=kinds)
-                recorder.row(phase).include([differences])
-        if receipt.operations is not None and not recorder.row(self._phase).flops:
+                recorder.add(phase, contradictions=dict.fromkeys(receipt.wrong_values(phase), 1))
+                audited = receipt.backward if phase == "backward" else receipt.forward
+                recorder.row(phase).include([audited], ["audited_passes"]).include([differences])
+        if not recorder.row(self._phase).flops:
             # One pass is enough.
-            recorder.add(self._phase, flops=receipt.operations[0], noised_flops=receipt.operations[1])
-        for what, calls in receipt.escapes.items():
-            recorder.add(self._phase, operator=what, escaped=calls)
+            recorder.row(self._phase).include([receipt.forward], ["flops", "noised_flops"])
+        for row in receipt.rows.values():
+            if row.escaped:
+                recorder.add(self._phase, operator=row.operator, escaped=row.escaped)
         for (where, operator, what), calls in counts.items():
             if what in _ESCAPES:
                 recorder.add(self._phase_of(where), operator=f"{operator} {what}", escaped=calls)
-        for line in receipt.notes:
+        for line in receipt.forward.contradictions:
             recorder.note_mismatch(f"{self._phase}: {line}")
 
-    def _place(self, cell: Cell) -> Place:
-        layer = layer_of(f"{cell.place.removeprefix('module ')}.")
-        return self._phase_of(cell.phase), None, layer, machine_name(cell.operator)
+    def _place(self, cell: Place) -> Place:
+        layer = layer_of(f"{cell.path.removeprefix('module ')}.")
+        return Place(self._phase_of(cell.phase), layer=layer, operator=machine_name(cell.operator))
 
     def _phase_of(self, name: str) -> Phase:
         return "backward" if name == "backward" else self._phase

@@ -9,15 +9,14 @@ from aqnpipe.config.noise import (
     FakeQuantization,
     ModuleNoise,
     OperatorNoise,
-    Phase,
     is_fixed,
     requested_size,
 )
-from aqnpipe.noise.receipts.own_error_checks import own_error_problems
+from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.receipts.passes import places_with_gradients
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.receipts.rounding import left_by_rounding
-from aqnpipe.noise.receipts.table import Row
+from aqnpipe.noise.receipts.table import Row, TablePhase
 
 _LISTED_CONTRADICTIONS = 8
 
@@ -76,12 +75,12 @@ def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True, is_sha
         *_audit_problems(receipt),
         *_noise_of_wrong_size(receipt),
         *([] if is_share else _noise_without_size(receipt)),
-        *own_error_problems(receipt),
+        *_own_error_problems(receipt),
         *_reference_check_problems(receipt),
     ]
 
 
-def _is_requested(noise: OperatorNoise | ModuleNoise | None, phase: Phase) -> bool:
+def _is_requested(noise: OperatorNoise | ModuleNoise | None, phase: TablePhase) -> bool:
     return noise is not None and noise.is_active and phase in noise.phases
 
 
@@ -294,6 +293,45 @@ def _requested_error(receipt: ReceiptContent, cell: Row) -> AppliedError | None:
     return error.operators.get(cell.operator.partition(".")[2]) if isinstance(error, LayerErrors) else error
 
 
+def _own_error_problems(receipt: ReceiptContent) -> list[str]:
+    """Return one line per phase whose error of a user's own had no effect, or another size than was announced."""
+    return [
+        problem
+        for noise in (receipt.operator_noise, receipt.module_noise)
+        if noise is not None and isinstance(noise.error, OwnError)
+        for record in receipt.phases
+        if record.phase in noise.phases
+        for problem in _own_size_problems(noise.error, record.phase, _cells_of(receipt, noise, record.phase))
+    ]
+
+
+def _cells_of(receipt: ReceiptContent, noise: OperatorNoise | ModuleNoise, phase: TablePhase) -> list[Row]:
+    of_modules = isinstance(noise, ModuleNoise)
+    return [
+        cell
+        for cell in receipt.cells
+        if (cell.phase, cell.is_module) == (phase, of_modules) and cell.measured_elements and cell.measured is not None
+    ]
+
+
+def _own_size_problems(error: OwnError, phase: TablePhase, cells: list[Row]) -> list[str]:
+    elements = sum(cell.measured_elements for cell in cells)
+    if not elements:
+        return []  # Another check says that nothing was measured.
+    measured, rounding = (
+        math.sqrt(sum((value or 0.0) ** 2 * cell.measured_elements for cell, value in values) / elements)
+        for values in ([(cell, cell.measured) for cell in cells], [(cell, cell.rounding) for cell in cells])
+    )
+    is_lost = error.sizes[0] > 0 and not left_by_rounding(error.sizes[0], rounding)
+    if not is_lost and not any(cell.changed for cell in cells):
+        return [f"{phase}: {error.function} changed none of {sum(cell.elements for cell in cells):,} elements"]
+    low, high = error.sizes
+    # Rounding adds its own error to a large one, and removes one that is smaller than half the spacing of numbers.
+    limits = left_by_rounding(low, rounding), math.hypot(high, rounding)
+    problem = error.size_problem(measured, elements, "elements", limits)
+    return [f"{phase}: {problem}"] if problem else []
+
+
 def _audit_problems(receipt: ReceiptContent) -> list[str]:
     problems = []
     for record in receipt.phases:
@@ -319,7 +357,7 @@ def _audit_problems(receipt: ReceiptContent) -> list[str]:
     return problems
 
 
-def _has_noised_parts(receipt: ReceiptContent, phase: Phase) -> bool:
+def _has_noised_parts(receipt: ReceiptContent, phase: TablePhase) -> bool:
     """Return whether any layer of this model was requested to have noise in `phase`."""
     noise = receipt.operator_noise
     in_layers = noise is not None and any(
@@ -328,7 +366,7 @@ def _has_noised_parts(receipt: ReceiptContent, phase: Phase) -> bool:
     return (in_layers and _is_requested(noise, phase)) or _is_requested(receipt.module_noise, phase)
 
 
-def _only_quantizes(receipt: ReceiptContent, phase: Phase) -> bool:
+def _only_quantizes(receipt: ReceiptContent, phase: TablePhase) -> bool:
     """Return whether the noise of a phase has no values of its own: a quantization changes operands of products."""
     noise = receipt.operator_noise
     return (

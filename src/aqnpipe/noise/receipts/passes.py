@@ -6,9 +6,8 @@ seen, so noise that stops after some steps, a phase that skips one, or a pass in
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from aqnpipe.config.noise import Phase
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
-from aqnpipe.noise.receipts.table import Row
+from aqnpipe.noise.receipts.table import Row, TablePhase
 
 _LISTED_STEPS = 4
 _STATED = {"formats": "", "modes": " mode", "attention": " attention"}
@@ -42,7 +41,7 @@ def pass_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
     return [*(f"{problem}, in {_steps(steps)}" for problem, steps in found.items()), *dict.fromkeys(late)]
 
 
-def places_with_gradients(receipt: ReceiptContent, phase: Phase) -> set[int]:
+def places_with_gradients(receipt: ReceiptContent, phase: TablePhase) -> set[int]:
     """Return the layers, and as the number after them the output projection, that a phase must reach.
 
     A backward pass must reach those whose inputs need a gradient. In others, as below the first adapter, some products
@@ -54,7 +53,7 @@ def places_with_gradients(receipt: ReceiptContent, phase: Phase) -> set[int]:
     return set().union(*needing)
 
 
-def _noised_parts(receipt: ReceiptContent) -> Mapping[Phase, int]:
+def _noised_parts(receipt: ReceiptContent) -> Mapping[TablePhase, int]:
     """Return in how many parts of the model each pass of a phase needs an error, for the phases that have noise."""
     noise, num_layers = receipt.operator_noise, receipt.num_layers
     if noise is None or not noise.is_active:

@@ -12,10 +12,16 @@ from aqnpipe.noise.receipts.fault_checks import fault_problems
 from aqnpipe.noise.receipts.operator_checks import operator_problems
 from aqnpipe.noise.receipts.passes import pass_problems
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
+from aqnpipe.noise.receipts.table import Row, Shown
 
 
-class Receipt(ReceiptContent):
+class Receipt(Shown, ReceiptContent):
     """Requested and measured noise of one training run or one evaluation pass."""
+
+    @property
+    def table_rows(self) -> tuple[Row, ...]:
+        """The rows of `table()`: all."""
+        return self.rows
 
     def check(self, steps_done: int | None = None) -> Self:
         """Return self, or raise ReceiptError with every mismatch between requested and measured noise."""

@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from aqnpipe.config.noise import AdaptiveNoise, Fault, ModuleNoise, OperatorNoise, Phase, requested_size
-from aqnpipe.noise.receipts.table import AQN, Row
+from aqnpipe.noise.receipts.table import AQN, Row, TablePhase
 
 
 class ReceiptModel(BaseModel):
@@ -64,7 +64,7 @@ class RecorderState(ReceiptModel):
     @cached_property
     def phases(self) -> tuple[Row, ...]:
         """A row per phase, in the order of first appearance: all of its rows added up."""
-        phases: dict[Phase, Row] = {}
+        phases: dict[TablePhase, Row] = {}
         for row in self.rows:
             if row.operator != AQN and row.fault < 0:
                 phases.setdefault(row.phase, Row(row.phase)).include([row])
@@ -128,12 +128,12 @@ class ReceiptContent(RecorderState):
         """Return the receipt of the same request with other measurements."""
         return self.model_copy(update={name: getattr(found, name) for name in _MEASURED} | {"noise_keys": ()})
 
-    def requested_scale(self, phase: Phase) -> float:
+    def requested_scale(self, phase: TablePhase) -> float:
         """Return the size of the error that operators should have in `phase`; 0 where none was requested."""
         noise = self.operator_noise
         return requested_size(noise.error) if noise and noise.is_active and phase in noise.phases else 0.0
 
-    def measured_scale(self, phase: Phase) -> tuple[float, int]:
+    def measured_scale(self, phase: TablePhase) -> tuple[float, int]:
         """Return (root mean square relative error, number of measured elements) over all operators of `phase`."""
         cells = [cell for cell in self.cells if cell.phase == phase and not cell.is_module]
         total = sum(cell.measured_elements for cell in cells)

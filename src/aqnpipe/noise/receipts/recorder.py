@@ -1,21 +1,23 @@
 """Collects measurements while phases run and makes a receipt of them."""
 
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import NoiseSpec, Phase
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import is_rms_norm, layer_of, matrices_sha256, norms_sha256, weight_of
-from aqnpipe.noise.receipts.mismatches import mismatches
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import RecorderState, WeightSync
 from aqnpipe.noise.receipts.table import Place, Row
 from aqnpipe.noise.schedule import sigma_at
+
+_JSON = TypeAdapter(Any)
 
 
 class ReceiptRecorder:
@@ -48,7 +50,7 @@ class ReceiptRecorder:
 
     def row(self, phase: Phase, step: int | None = None, layer: int | None = None, operator: str = "") -> Row:
         """Return the row of a place, an empty one if nothing was seen there."""
-        place = phase, step, layer, operator
+        place = Place(phase, step, layer, operator)
         if place not in self.rows:
             self.rows[place] = Row(*place)
         return self.rows[place]
@@ -207,3 +209,23 @@ class ReceiptRecorder:
     def check_so_far(self, steps_done: int) -> None:
         """Raise ReceiptError if the noise of a run that has made `steps_done` optimiser steps is not as requested."""
         self.receipt().check(steps_done)
+
+
+def mismatches(name: str, installed: Any, requested: Any) -> list[str]:
+    """Return one line per setting that differs between two specifications (models, tuples of models, or None)."""
+    if installed == requested:
+        return []
+    return list(_compare(name, *(_JSON.dump_python(value, mode="json") for value in (installed, requested))))
+
+
+def _compare(where: str, installed: Any, requested: Any) -> Iterator[str]:
+    if installed == requested:
+        return
+    if isinstance(installed, dict) and isinstance(requested, dict):
+        for key in {**requested, **installed}:
+            yield from _compare(f"{where}.{key}", installed.get(key), requested.get(key))
+    elif isinstance(installed, list) and isinstance(requested, list) and len(installed) == len(requested):
+        for number, pair in enumerate(zip(installed, requested, strict=True)):
+            yield from _compare(f"{where}[{number}]", *pair)
+    else:
+        yield f"{where}: installed {json.dumps(installed)}, requested {json.dumps(requested)}"

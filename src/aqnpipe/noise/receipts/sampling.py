@@ -12,13 +12,10 @@ MEASURED_ELEMENTS_PER_CALL = 256
 
 def sample(tensor: Tensor) -> Tensor:
     """Return a copy of at most MEASURED_ELEMENTS_PER_CALL elements, spread over the whole tensor."""
-    values, numel = tensor.detach(), tensor.numel()
+    values, numel = tensor.detach().reshape(-1), tensor.numel()
     if numel <= MEASURED_ELEMENTS_PER_CALL:
-        return values.reshape(-1).clone()
-    if values.is_contiguous():
-        return values.view(-1).index_select(0, sample_positions(numel, values.device))
-    # Index the view: copying it whole for a few of its elements would cost more.
-    return values[_places(values.shape, values.device)]
+        return values.clone()
+    return values.index_select(0, sample_positions(numel, values.device))
 
 
 @lru_cache(maxsize=4096)
@@ -33,9 +30,3 @@ def sample_positions(num_elements: int, device: torch.device) -> Tensor:
     )
     places = (torch.arange(MEASURED_ELEMENTS_PER_CALL) + drawn) * (num_elements / MEASURED_ELEMENTS_PER_CALL)
     return places.long().clamp_max(num_elements - 1).to(device)
-
-
-@lru_cache(maxsize=4096)
-def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
-    """Return `sample_positions` as indices of a tensor of that shape."""
-    return torch.unravel_index(sample_positions(shape.numel(), device), shape)

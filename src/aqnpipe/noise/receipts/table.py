@@ -4,16 +4,32 @@ Columns are sums, so workers, shards, resume points and phases are groups of row
 sets united, and of columns that begin with `largest_` the maximum is kept. What a study requires is rows too.
 """
 
+import html
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
+import polars as pl
 from pydantic import ConfigDict, PlainSerializer, SerializerFunctionWrapHandler, model_serializer
 
 from aqnpipe.config.noise import AppliedError, Phase, requested_size
 from aqnpipe.config.own_noise import OwnError
 
-Place = tuple[Phase, int | None, int | None, str]
+TablePhase = Phase | Literal["forward"]
+"""A phase of a study, or a pass of a program of which no more is known."""
+
+
+class Place(NamedTuple):
+    """Subject of a row, see `Row`. `path`: of a module, and `dtype`: of results, where a program has no layers."""
+
+    phase: Any
+    step: int | None = None
+    layer: int | None = None
+    operator: str = ""
+    path: str = ""
+    dtype: str = ""
+
 
 AQN = "AQN"
 """The operator of rows about AQN's noise, which is on weights or hidden states."""
@@ -52,7 +68,10 @@ class Row:
       changed. Of `measured_elements`, in the unit of the error's `Quantity`: sum and squares of the error, and expected
       squares of what rounding adds; `zeros` before and after have no relative error. The audit recomputed elements: the
       `largest_deviation` is a multiple of what rounding explains. It `compared` others, which must be exact.
-      `escaped`: calls with a matrix product inside that the noise does not reach.
+      `escaped`: calls with a matrix product inside that the noise does not reach. Of what the audit saw, `products`,
+      and as multiples of each element: `found_expected`, sum of products of the error found and the requested one with
+      the same random numbers, the squares of both, and of what rounding may have hidden. `own_squares`: of a user's own
+      error, in the quantity that was announced. `outcomes`: what became of all products, in words.
     - Faults, whose operator is `fault N`: calls, elements on any channel, those `changed`. Their backward row is about
       the gradient behind the fault: non-zero `elements`, `squares` of all, `zeroed` ones that have none before it
       (faults on one site share this count), and `leaked` ones, which the fault changed and which passed nevertheless.
@@ -62,10 +81,12 @@ class Row:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
-    phase: Phase
+    phase: TablePhase
     step: int | None = None
     layer: int | None = None
     operator: str = ""
+    path: str = ""
+    dtype: str = ""
     error: AppliedError | None = None
     passes: int = 0
     graph_replays: int = 0
@@ -102,6 +123,13 @@ class Row:
     compared: int = 0
     largest_difference: float = 0.0
     escaped: int = 0
+    products: int = 0
+    found_expected: float = 0.0
+    found_squares: float = 0.0
+    requested_squares: float = 0.0
+    hidden_squares: float = 0.0
+    own_squares: float = 0.0
+    outcomes: dict[str, int] = field(default_factory=dict)
     num_channels: int | None = None
     num_faulty_channels: int | None = None
     zeroed: int = 0
@@ -118,8 +146,8 @@ class Row:
 
     @property
     def place(self) -> Place:
-        """Phase, step, layer and operator."""
-        return self.phase, self.step, self.layer, self.operator
+        """What the row is about."""
+        return Place(self.phase, self.step, self.layer, self.operator, self.path, self.dtype)
 
     def add(self, **columns: Any) -> None:
         """Add values to columns."""
@@ -212,13 +240,27 @@ class Row:
         return self.zeroed_squares**0.5 / self.squares**0.5 if self.squares else 0.0
 
     @property
+    def size(self) -> float | None:
+        """Size of the error found, as a multiple of the requested one with the same random numbers; 1 if it is that."""
+        return self.found_expected / self.requested_squares if self.requested_squares > 0 else None
+
+    @property
+    def size_error(self) -> float:
+        """Standard error of `size`, from what the requested error does not explain, and rounding may hide."""
+        if not self.recomputed or self.requested_squares <= 0:
+            return math.inf
+        unexplained = self.found_squares - self.found_expected**2 / self.requested_squares
+        rest = max(unexplained, self.hidden_squares)
+        return math.sqrt(rest / max(self.recomputed - 1, 1) / self.requested_squares)
+
+    @property
     def measured_factor(self) -> float:
         """Root mean square of AQN's noise over the scheduled sigma."""
         return (self.squares / self.elements) ** 0.5
 
 
 _DEFAULTS: dict[str, Any] = {name: getattr(Row("rollout"), name) for name in [each.name for each in fields(Row)][1:]}
-_COLUMNS = frozenset(_DEFAULTS) - {"step", "layer", "operator", *_FIXED}
+_COLUMNS = frozenset(_DEFAULTS) - {*Place._fields, *_FIXED}
 
 
 def _combined(name: str, before: Any, value: Any) -> Any:
@@ -252,3 +294,31 @@ def grouped(rows: Iterable[Row]) -> tuple[Row, ...]:
 def fault_operator(number: int) -> str:
     """Return the operator of rows about fault `number`."""
     return f"{_FAULT}{number}"
+
+
+class Shown:
+    """A receipt with a table, also as a notebook shows it."""
+
+    @property
+    def table_rows(self) -> Iterable[Row]:
+        """The rows of `table()`."""
+        raise NotImplementedError
+
+    def table(self) -> pl.DataFrame:
+        """Return the table: what each row is about, and the numbers that are not 0 everywhere, with `size` if known."""
+        rows = list(self.table_rows)
+        columns = {name: [getattr(row, name) for row in rows] for name in (*Row.__dataclass_fields__, "size")}
+        places = {name: columns.pop(name) for name in Place._fields}
+        numbers = {
+            name: values
+            for name, values in columns.items()
+            if any(values) and all(isinstance(value, int | float | None) for value in values)
+        }
+        used = {name: values for name, values in places.items() if not {None, ""}.issuperset(values)}
+        return pl.DataFrame(used | numbers)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>{self.table()._repr_html_()}"
