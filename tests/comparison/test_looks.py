@@ -145,7 +145,7 @@ def test_the_maximum_may_be_lowered_to_what_was_used_but_not_below(study, evalua
     after(study(), evaluations, 2)
     assert registered_design(study(max=4)).planned == 6
     assert next_look(study(max=4), read_looks("results")) is None
-    with pytest.raises(ConfigError, match=r"seeds.max: found 2, look 2 has used 4 seeds, expected at least 4"):
+    with pytest.raises(ConfigError, match=r"seeds.max: found 2, interim analysis 2 used 4 seeds, expected at least 4"):
         registered_design(study(max=2))
 
 
