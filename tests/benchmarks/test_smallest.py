@@ -45,6 +45,7 @@ COMMANDS = {
     ("machine_overhead", ()): "| generation, batch 1 | ",
     ("measured_noise", ()): "tiny: bfloat16 ",
     ("noise_overhead", ()): "peak of all tensors",
+    ("packing", ()): "largest difference of an output",
     ("parity", ()): "| tiny | bfloat16, the same twice | equal | ",
     (
         "pipeline_faults",
