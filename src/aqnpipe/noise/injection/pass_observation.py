@@ -42,7 +42,7 @@ class PassObservation:
         ids, cache = first_tensor(args, kwargs), kwargs.get("past_key_values")
         latest, self._cache = self._cache, cache if isinstance(cache, Cache) else None
         sequences = len(ids) if ids is not None and ids.ndim > 1 else 1
-        has_gradients = torch.is_grad_enabled()
+        has_gradients, config = torch.is_grad_enabled(), getattr(self._model, "config", None)
         is_first = self._cache is None or not _has_read(self._cache, latest)
         self.columns = {
             "gradient_passes": int(has_gradients),
@@ -50,7 +50,7 @@ class PassObservation:
             "trained_sequences": sequences if has_gradients else 0,
             "noised_parts": 0,
             "modes": {"training" if self._model.training else "evaluation"},
-            "attention": {str(getattr(self._model.config, "_attn_implementation", None))},
+            "attention": {str(config._attn_implementation)} if config is not None else set(),
         }
         self._num_format = ""
         self._number += 1
