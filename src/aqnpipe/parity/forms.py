@@ -23,6 +23,7 @@ class Form(Protocol):
 
     def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
         """Return the algorithms that an operator of 16 bits may use; empty if they cannot be told apart by bits."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class LinearForm:
-    """A product with a weight [out, in]."""
+class LinearForm(Form):
+    """A product with a weight [out, in]; sums differ in their order, which the bounds judge: no candidates."""
 
     weight: Tensor
     bias: Tensor | None
@@ -56,13 +57,9 @@ class LinearForm:
         weight, bias = self.rows(channels)
         return expected.linear(inputs[0].cpu(), weight.cpu(), None if bias is None else bias.cpu(), dtype)
 
-    def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
-        """See `Form`; sums differ in their order, which the bounds judge."""
-        return {}
-
 
 @dataclass(frozen=True)
-class EmbeddingForm:
+class EmbeddingForm(Form):
     """Rows of the embedding, by token id."""
 
     weight: Tensor
@@ -75,10 +72,6 @@ class EmbeddingForm:
     def expected(self, inputs: Inputs, positions: Tensor, channels: Tensor, dtype: torch.dtype) -> Expected:
         """See `Form`; `inputs` are token ids [rows, 1]."""
         return expected.copy(self.rows(inputs[0][:, 0]).cpu()[:, channels].double() * self.scale, dtype)
-
-    def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
-        """See `Form`."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -143,16 +136,12 @@ class RotaryForm:
         return algorithms.rotations(inputs[0].cpu(), positions, frequencies, self.scaling, self.head_dim, dtype)
 
 
-class SumForm:
+class SumForm(Form):
     """The sum of the residual stream and the output of a branch."""
 
     def expected(self, inputs: Inputs, positions: Tensor, channels: Tensor, dtype: torch.dtype) -> Expected:
         """See `Form`."""
         return expected.addition(inputs[0].cpu()[:, channels], inputs[1].cpu()[:, channels], dtype)
-
-    def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
-        """See `Form`."""
-        return {}
 
 
 @dataclass(frozen=True)
