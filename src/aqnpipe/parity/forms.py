@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.errors import ModelError
-from aqnpipe.parity import algorithms, expected
-from aqnpipe.parity.algorithms import Candidates
-from aqnpipe.parity.expected import Expected
+from aqnpipe.parity import expected
+from aqnpipe.parity.expected import Candidates, Expected
 
 Inputs = tuple[Tensor, ...]
 
@@ -107,7 +106,7 @@ class NormForm:
         """See `Form`."""
         if self.subtracts_mean:
             return {}
-        found = algorithms.rms_norms(self._heads(inputs[0]), self.gain, self.epsilon, dtype)
+        found = expected.rms_norms(self._heads(inputs[0]), self.gain, self.epsilon, dtype)
         return {name: _flattened(compute) for name, compute in found.items()}
 
 
@@ -133,7 +132,7 @@ class RotaryForm:
         if self.interleaved:
             return {}
         frequencies = self.inverse_frequencies.cpu()
-        return algorithms.rotations(inputs[0].cpu(), positions, frequencies, self.scaling, self.head_dim, dtype)
+        return expected.rotations(inputs[0].cpu(), positions, frequencies, self.scaling, self.head_dim, dtype)
 
 
 class SumForm(Form):
@@ -167,7 +166,7 @@ class ActivationForm:
     def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
         """See `Form`."""
         values, factor = self._parts(inputs)
-        return {} if factor is None else algorithms.activations(self.act, values, factor, dtype)
+        return {} if factor is None else expected.activations(self.act, values, factor, dtype)
 
 
 def norm_form(module: nn.Module) -> NormForm:
