@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from aqnpipe.errors import ModelError
-from aqnpipe.parity.proof import prove
+from aqnpipe.parity.mapping import prove
 
 SIZES = {
     "vocab_size": 50,

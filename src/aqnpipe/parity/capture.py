@@ -20,11 +20,9 @@ from aqnpipe.artifacts.provenance import versions
 from aqnpipe.errors import ConfigError, DataError, ModelError
 from aqnpipe.parity.capture_file import OPERATOR_COLUMNS, TOKEN_COLUMNS, Capture
 from aqnpipe.parity.identity import compare_with_files, machine_facts, model_facts, tokens_sha256
-from aqnpipe.parity.mapping import ModelMap
-from aqnpipe.parity.proof import prove
+from aqnpipe.parity.mapping import ModelMap, prove, watch
 from aqnpipe.parity.recorder import Recorded, Recorder
 from aqnpipe.parity.sample import Batch, Sample, batches_of, choose_sample
-from aqnpipe.parity.taps import watch
 
 _SHARE_OF_LIMIT = 0.95
 """The rest is for tables and names."""

@@ -14,7 +14,7 @@ from aqnpipe.parity.capture_file import Capture
 from aqnpipe.parity.compare import Sides, finite
 from aqnpipe.parity.expected import AttentionFacts
 from aqnpipe.parity.forms import Operator
-from aqnpipe.parity.proof import prove
+from aqnpipe.parity.mapping import prove
 from aqnpipe.parity.recorder import Recorder
 from aqnpipe.parity.sample import Call, Sample, batches_of, choose_sample
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.errors import ModelError
-from aqnpipe.parity import algorithms, expected
-from aqnpipe.parity.algorithms import Candidates
-from aqnpipe.parity.expected import Expected
+from aqnpipe.parity import expected
+from aqnpipe.parity.expected import Candidates, Expected
 
 Inputs = tuple[Tensor, ...]
 
@@ -23,6 +22,7 @@ class Form(Protocol):
 
     def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
         """Return the algorithms that an operator of 16 bits may use; empty if they cannot be told apart by bits."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class LinearForm:
-    """A product with a weight [out, in]."""
+class LinearForm(Form):
+    """A product with a weight [out, in]; sums differ in their order, which the bounds judge: no candidates."""
 
     weight: Tensor
     bias: Tensor | None
@@ -56,13 +56,9 @@ class LinearForm:
         weight, bias = self.rows(channels)
         return expected.linear(inputs[0].cpu(), weight.cpu(), None if bias is None else bias.cpu(), dtype)
 
-    def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
-        """See `Form`; sums differ in their order, which the bounds judge."""
-        return {}
-
 
 @dataclass(frozen=True)
-class EmbeddingForm:
+class EmbeddingForm(Form):
     """Rows of the embedding, by token id."""
 
     weight: Tensor
@@ -75,10 +71,6 @@ class EmbeddingForm:
     def expected(self, inputs: Inputs, positions: Tensor, channels: Tensor, dtype: torch.dtype) -> Expected:
         """See `Form`; `inputs` are token ids [rows, 1]."""
         return expected.copy(self.rows(inputs[0][:, 0]).cpu()[:, channels].double() * self.scale, dtype)
-
-    def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
-        """See `Form`."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -114,7 +106,7 @@ class NormForm:
         """See `Form`."""
         if self.subtracts_mean:
             return {}
-        found = algorithms.rms_norms(self._heads(inputs[0]), self.gain, self.epsilon, dtype)
+        found = expected.rms_norms(self._heads(inputs[0]), self.gain, self.epsilon, dtype)
         return {name: _flattened(compute) for name, compute in found.items()}
 
 
@@ -140,19 +132,15 @@ class RotaryForm:
         if self.interleaved:
             return {}
         frequencies = self.inverse_frequencies.cpu()
-        return algorithms.rotations(inputs[0].cpu(), positions, frequencies, self.scaling, self.head_dim, dtype)
+        return expected.rotations(inputs[0].cpu(), positions, frequencies, self.scaling, self.head_dim, dtype)
 
 
-class SumForm:
+class SumForm(Form):
     """The sum of the residual stream and the output of a branch."""
 
     def expected(self, inputs: Inputs, positions: Tensor, channels: Tensor, dtype: torch.dtype) -> Expected:
         """See `Form`."""
         return expected.addition(inputs[0].cpu()[:, channels], inputs[1].cpu()[:, channels], dtype)
-
-    def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
-        """See `Form`."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -178,7 +166,7 @@ class ActivationForm:
     def candidates(self, inputs: Inputs, positions: Tensor, dtype: torch.dtype) -> Candidates:
         """See `Form`."""
         values, factor = self._parts(inputs)
-        return {} if factor is None else algorithms.activations(self.act, values, factor, dtype)
+        return {} if factor is None else expected.activations(self.act, values, factor, dtype)
 
 
 def norm_form(module: nn.Module) -> NormForm:

@@ -1,9 +1,24 @@
-"""Finds the operators of a transformers model: linears, norms, rotations, attention, activations and sums."""
+"""The operators of a transformers model: finds them, watches them, and proves what they compute.
 
+They are linears, norms, rotations, attention, activations and sums, seen by hooks on modules, by the additions of a
+layer, and in the function that every attention module calls. The proof: two layers of the model's configuration get
+random weights, gains and biases, so that no two operators and no missing term can agree by chance. Every result must
+then be the one that its form gives, to the rounding of float32. A model whose layers scale, cap or reorder something
+that is not described here fails, and is refused. So is one in which an operator runs where it is not seen: it would be
+missing from the comparison.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import (
@@ -14,6 +29,7 @@ from aqnpipe.models.layout import (
     output_projection,
 )
 from aqnpipe.models.sites import attention_of, layer_sites
+from aqnpipe.parity.expected import AttentionFacts
 from aqnpipe.parity.forms import (
     ActivationForm,
     EmbeddingForm,
@@ -23,8 +39,18 @@ from aqnpipe.parity.forms import (
     SumForm,
     norm_form,
 )
+from aqnpipe.parity.recorder import Recorded, Recorder
+from aqnpipe.parity.sample import batches_of, choose_sample
+from aqnpipe.seeding import keyed_generator
 
 RESIDUALS = ("attention_residual", "mlp_residual")
+
+_ADDITIONS = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__"})
+_UNKNOWN_ATTENTION = ("s_aux", "position_bias", "cache", "sinks")
+"""Arguments of attention functions that change what they compute, in ways that are not known here."""
+
+_LAYERS, _VOCABULARY, _TOKENS = 2, 512, 7
+_SPREAD = 0.3
 
 
 class LayerMap:
@@ -158,3 +184,263 @@ def _refuse_unmapped(model: nn.Module, layers: list[LayerMap]) -> None:
         raise ModelError(
             f"{type(model).__name__}: parity does not map {', '.join(unmapped[:3])} ({len(unmapped)} parameters in all)"
         )
+
+
+def watch(mapped: ModelMap, recorder: Recorder) -> ExitStack:
+    """Let `recorder` see every operator of the model; closing the returned stack ends it."""
+    stack = ExitStack()
+
+    def after(module: nn.Module, hook: Callable[..., Any]) -> None:
+        stack.callback(module.register_forward_hook(hook).remove)
+
+    def whole(operator: Operator) -> Callable[..., Any]:
+        return lambda module, args, output: recorder.see(operator, [recorder.rows_of(args[0])], output)
+
+    def heads(operator: Operator) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+            # Some families normalise heads after they were put before the tokens.
+            columns = None if recorder.is_idle else recorder.num_columns
+            if output.dim() == 4 and output.shape[1] != columns:
+                edited = recorder.see(operator, [recorder.rows_of(args[0].transpose(1, 2))], output.transpose(1, 2))
+                return None if edited is None else edited.transpose(1, 2)
+            return recorder.see(operator, [recorder.rows_of(args[0])], output)
+
+        return _unless_idle(recorder, hook)
+
+    def before_down(layer: LayerMap) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any) -> Any:
+            inputs = [recorder.last(name) for name in layer.activated]
+            edited = recorder.see(layer.activation, inputs, args[0])
+            return None if edited is None else (edited, *args[1:])
+
+        return _unless_idle(recorder, hook)
+
+    after(
+        mapped.embedding,
+        lambda _, args, output: recorder.see(mapped.embed, [recorder.rows_of(args[0][..., None])], output),
+    )
+    module: nn.Module
+    for layer in mapped.layers:
+        stack.callback(layer.down.register_forward_pre_hook(before_down(layer)).remove)
+        for module, operator in layer.linears.items():
+            after(module, _unless_idle(recorder, whole(operator)))
+        for module, operator in layer.norms.items():
+            after(module, heads(operator))
+    for module, operator in mapped.norms.items():
+        after(module, _unless_idle(recorder, whole(operator)))
+    after(mapped.head, _unless_idle(recorder, whole(mapped.lm_head)))
+    stack.enter_context(_watched_attention(mapped, recorder))
+    stack.enter_context(_Additions(mapped, recorder, stack))
+    return stack
+
+
+def _unless_idle(recorder: Recorder, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        if recorder.is_idle:
+            return None
+        with torch._C.DisableTorchFunction():
+            return hook(*args)
+
+    return run
+
+
+class _Additions(TorchFunctionMode):
+    """Sees the additions that decoder layers make themselves, outside of their modules: the residual stream."""
+
+    def __init__(self, mapped: ModelMap, recorder: Recorder, stack: ExitStack) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._layer: LayerMap | None = None
+        self._depth = self._number = 0
+        for layer in mapped.layers:
+            for hook in (
+                layer.layer.register_forward_pre_hook(self._entering(layer)),
+                layer.layer.register_forward_hook(self._leave_layer),
+            ):
+                stack.callback(hook.remove)
+            for child in layer.layer.children():
+                stack.callback(child.register_forward_pre_hook(self._enter_child).remove)
+                stack.callback(child.register_forward_hook(self._leave_child).remove)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`; record it if it is an addition of the layer that is running."""
+        output = func(*args, **(kwargs or {}))
+        layer = self._layer
+        if layer is None or self._depth or self._recorder.is_idle or func.__name__ not in _ADDITIONS:
+            return output
+        if len(args) < 2 or not all(isinstance(part, Tensor) and part.shape == output.shape for part in args[:2]):
+            return output
+        if self._number == len(layer.residuals):
+            raise ModelError(
+                f"parity: a layer of this model adds more than {self._number} times, expected two branches"
+            )
+        operator = layer.residuals[self._number]
+        self._number += 1
+        if func.__name__ in ("add_", "__iadd__"):
+            raise ModelError("parity: the layers of this model add in place, so the inputs of the sum are lost")
+        edited = self._recorder.see(operator, [self._recorder.rows_of(part) for part in args[:2]], output)
+        return output if edited is None else edited
+
+    def _entering(self, layer: LayerMap) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._layer, self._depth, self._number = layer, 0, 0
+
+        return enter
+
+    def _leave_layer(self, *_: Any) -> None:
+        self._layer = None
+
+    def _enter_child(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _leave_child(self, *_: Any) -> None:
+        self._depth -= 1
+
+
+@contextmanager
+def _watched_attention(mapped: ModelMap, recorder: Recorder) -> Iterator[None]:
+    """Watch the function to which every attention module of transformers hands queries, keys and values."""
+    layers = {layer.attention: layer for layer in mapped.layers}
+    original = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        attend = original(name, default)
+
+        def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+            layer = layers.get(module)
+            if layer is None or recorder.is_idle:
+                return attend(module, query, key, value, mask, **kwargs)
+            with torch._C.DisableTorchFunction():
+                query, key = _see_rotations(layer, recorder, query, key, value)
+            output, *rest = attend(module, query, key, value, mask, **kwargs)
+            with torch._C.DisableTorchFunction():
+                inputs = tuple(_tokens(part, recorder) for part in (query, key, value))
+                facts = _attention_facts(module, query, kwargs)
+                edited = recorder.see_attention(layer.core, inputs, facts, output)  # type: ignore[arg-type]
+            return (output if edited is None else edited, *rest)
+
+        return watched
+
+    ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS.get_interface
+
+
+def _see_rotations(
+    layer: LayerMap, recorder: Recorder, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    if layer.rotary is None:
+        return query, key
+    before = []
+    for number, names in enumerate(layer.projections()):
+        name = next((name for name in names if recorder.has(name)), None)
+        before.append(recorder.last(name) if name else _part_of_merged(layer, recorder, query, key, number))
+    seen_query = recorder.see(layer.rotations[0], [before[0]], query.transpose(1, 2))
+    seen_key = recorder.see_keys(layer.rotations[1], [before[1]], key.transpose(1, 2))
+    return (
+        query if seen_query is None else seen_query.transpose(1, 2),
+        key if seen_key is None else seen_key.transpose(1, 2),
+    )
+
+
+def _part_of_merged(layer: LayerMap, recorder: Recorder, query: Tensor, key: Tensor, number: int) -> Tensor:
+    if not recorder.has(layer.merged()):
+        raise ModelError("parity: no linear that makes queries and keys was found by name in this model's attention")
+    queries, keys = (part.shape[1] * part.shape[3] for part in (query, key))
+    start = 0 if number == 0 else queries
+    return recorder.last(layer.merged())[:, start : start + (queries if number == 0 else keys)]
+
+
+def _tokens(part: Tensor, recorder: Recorder) -> Tensor:
+    """Return the rows [rows, heads, dim] of queries, keys or values [batch, heads, tokens, dim] of this call."""
+    heads, dim = part.shape[1], part.shape[3]
+    tokens = part[:, :, -recorder.num_columns :].transpose(1, 2)
+    return recorder.rows_of(tokens).reshape(-1, heads, dim)
+
+
+def _attention_facts(module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> AttentionFacts:
+    for name in _UNKNOWN_ATTENTION:
+        if kwargs.get(name) is not None:
+            raise ModelError(
+                f"parity: attention of {type(module).__name__} takes {name}, whose effect is not known here"
+            )
+    scaling = kwargs.get("scaling")
+    return AttentionFacts(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=kwargs.get("sliding_window"),
+        soft_cap=kwargs.get("softcap"),
+    )
+
+
+def prove(model: Any) -> tuple[ModelMap, dict[str, Recorded]]:
+    """Return the map of `model`, and what a random model of its kind recorded for each operator of two layers.
+
+    Raises ModelError, which names the first operator that computes something else.
+    """
+    small = _random_model(model.config)
+    failures = []
+    for interleaved in (False, True):
+        recorded = _recorded(small, interleaved=interleaved)
+        wrong = {name: found for name, found in recorded.items() if found.tally.loose > 1}
+        if not wrong:
+            return ModelMap(model, interleaved=interleaved), recorded
+        failures.append(wrong)
+    name, found = next(iter(min(failures, key=len).items()))
+    raise ModelError(
+        f"{type(model).__name__}: on random weights its {name} is not what parity takes it for (error "
+        f"{found.tally.loose:.3g} times the bound of rounding), so the operators of this model cannot be mapped"
+    )
+
+
+def _random_model(config: Any) -> nn.Module:
+    settings = copy.deepcopy(config)
+    settings.num_hidden_layers = _LAYERS
+    if getattr(settings, "layer_types", None):
+        kinds = list(dict.fromkeys(settings.layer_types))[:_LAYERS]
+        settings.layer_types = [kinds[index % len(kinds)] for index in range(_LAYERS)]
+    settings.vocab_size = min(settings.vocab_size, _VOCABULARY)
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(settings, token, None)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            settings, dtype=torch.float32, attn_implementation=config._attn_implementation
+        )
+    generator = keyed_generator("cpu", 0, "parity.proof")
+    for _, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            noise: Tensor = torch.randn(parameter.shape, generator=generator)
+            parameter.data += _SPREAD * noise
+    return model.eval()
+
+
+def _recorded(model: Any, *, interleaved: bool) -> dict[str, Recorded]:
+    generator = keyed_generator("cpu", 0, "parity.proof.tokens")
+    shape = (2, _TOKENS)
+    sequences = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
+    sequences[1] = sequences[1][1:]
+    sample = choose_sample([len(ids) for ids in sequences], 2 * _TOKENS)
+    recorder = Recorder(sample)
+    mapped = ModelMap(model, interleaved=interleaved)
+    with torch.no_grad(), watch(mapped, recorder):
+        for batch in batches_of(sequences, 2, "left"):
+            cache = DynamicCache(config=model.config)
+            for call in batch.calls(sample, 2, 0):
+                recorder.begin(call)
+                model(
+                    input_ids=call.token_ids,
+                    attention_mask=call.mask,
+                    position_ids=call.positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+    recorded = recorder.finish()
+    unseen = [operator.name for operator in mapped.operators if operator.name not in recorded]
+    if unseen:
+        raise ModelError(
+            f"{type(model).__name__}: parity did not see {', '.join(unseen[:3])} run ({len(unseen)} operators in all), "
+            "so it could not compare them"
+        )
+    return recorded

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from aqnpipe.errors import ModelError
 from aqnpipe.parity import expected
-from aqnpipe.parity.algorithms import attentions, equal_shares
 from aqnpipe.parity.expected import AttentionFacts, Expected
 from aqnpipe.parity.forms import ActivationForm, EmbeddingForm, LinearForm, Operator, RotaryForm
 from aqnpipe.parity.sample import Call, Sample
@@ -235,7 +234,7 @@ class Recorder:
         found.exact[rows], found.bound[rows] = kept_results.exact, kept_results.loose.float()
         if values.dtype in (torch.bfloat16, torch.float16):
             candidates = operator.form.candidates(inputs, positions, values.dtype)
-            found.tally.count(equal_shares(values.cpu(), candidates), values.numel())
+            found.tally.count(expected.equal_shares(values.cpu(), candidates), values.numel())
 
     def _judged_channels(self, operator: Operator, sampled: Tensor, values: Tensor, other: Tensor | None) -> Tensor:
         """Return the channels to compare with exact results, in order: all, of a linear the sampled ones.
@@ -281,8 +280,8 @@ class Recorder:
             found.tally.add(output, whole if is_full else judged)
             plain = facts.window is None and facts.soft_cap is None
             if is_full and plain and dtype in (torch.bfloat16, torch.float16):
-                candidates = attentions(query[rows], key[rows], value[rows], facts.scaling, dtype)
-                found.tally.count(equal_shares(output, candidates), output.numel())
+                candidates = expected.attentions(query[rows], key[rows], value[rows], facts.scaling, dtype)
+                found.tally.count(expected.equal_shares(output, candidates), output.numel())
 
 
 def _empty(operator: Operator, width: int, kept: Tensor, channels: int, rows: int) -> Recorded:

@@ -19,9 +19,8 @@ from aqnpipe.errors import ModelError
 from aqnpipe.generation.vllm.linears import Linear
 from aqnpipe.generation.vllm.modules import EngineLayer, EngineModel
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.parity import algorithms
-from aqnpipe.parity.algorithms import Candidates
-from aqnpipe.parity.expected import AttentionFacts, Expected
+from aqnpipe.parity import expected
+from aqnpipe.parity.expected import AttentionFacts, Candidates, Expected
 from aqnpipe.parity.forms import (
     ActivationForm,
     Inputs,
@@ -55,8 +54,8 @@ class _FusedNormForm:
         if len(inputs) == 1 or self.norm.subtracts_mean:
             return found
         total = inputs[1].cpu().float() + inputs[2].cpu().float()
-        unrounded = algorithms.rms_norms(total, self.norm.gain, self.norm.epsilon, dtype)
-        names = (algorithms.CAST_BEFORE, algorithms.CAST_AFTER)
+        unrounded = expected.rms_norms(total, self.norm.gain, self.norm.epsilon, dtype)
+        names = (expected.CAST_BEFORE, expected.CAST_AFTER)
         return found | {f"{name}, {_UNROUNDED}": unrounded[name] for name in names}
 
 
