@@ -7,9 +7,9 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import ErrorModel, FakeQuantization
-from aqnpipe.config.own_noise import OwnError
 
 RequestedBackend = Literal["auto", "transformers", "vllm"]
 
@@ -79,7 +79,7 @@ class GenerationConfig(FrozenModel):
 
 def is_without_vllm(error: ErrorModel) -> bool:
     """Return whether vLLM cannot compute an error: formats of operands, measured errors and those of a user's own."""
-    return isinstance(error, FakeQuantization | MeasuredError | OwnError)
+    return isinstance(error, FakeQuantization | MeasuredError | CustomError)
 
 
 def why_vllm_cannot_roll_out(arm: Arm) -> str | None:

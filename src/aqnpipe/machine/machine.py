@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import LayerErrors
 from aqnpipe.config.noise import AppliedError, FakeQuantization, MeasuredError, PlacedError
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.names import measured_name, named_modules
@@ -316,8 +316,8 @@ class Machine:
         shards = None if self.request.shards is None else self.request.shards()
         if shards is not None:
             apply_error_to_shards_(values, shards, error, source)
-        elif type(error) is OwnError:
-            changed = self._apply_own(plan.phase, operator, values, error, source)
+        elif type(error) is CustomError:
+            changed = self._apply_custom(plan.phase, operator, values, error, source)
         else:
             apply_error_(values, error, source, *(() if input_rms is None else (input_rms,)))
         if self._note is not None:
@@ -341,7 +341,9 @@ class Machine:
         )
         return found
 
-    def _apply_own(self, phase: str, operator: str, values: Tensor, error: OwnError, source: NoiseStream) -> Tensor:
+    def _apply_custom(
+        self, phase: str, operator: str, values: Tensor, error: CustomError, source: NoiseStream
+    ) -> Tensor:
         """Put a user's own error on values. Of all errors it alone may change none of them, so changes are counted."""
         before = values.clone()
         with self.exactly():

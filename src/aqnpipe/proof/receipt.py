@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.noise import AppliedError, MeasuredError
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ReceiptError
 from aqnpipe.proof.elementwise import ELEMENTWISE
 
@@ -87,7 +87,7 @@ class Requested(NamedTuple):
     error: str
     scale: float | None
     elementwise: bool = False
-    own: OwnError | None = None
+    own: CustomError | None = None
 
 
 def described(error: AppliedError | MeasuredError | None) -> str:

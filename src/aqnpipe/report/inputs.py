@@ -26,7 +26,7 @@ from aqnpipe.artifacts.loss_studies import LossStudyFile
 from aqnpipe.artifacts.parities import ParityFile
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.published import PublishedCheck
-from aqnpipe.artifacts.runs import OwnRewardMetrics, RunRecord, TrainingMetrics, has_digest, record_problems
+from aqnpipe.artifacts.runs import CustomRewardMetrics, RunRecord, TrainingMetrics, has_digest, record_problems
 from aqnpipe.config.plan import StudyPlan, sigmas_name
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
@@ -263,7 +263,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
     runs = [
         (files, read([files.metrics, files.receipt, files.record], partial(_read_run, files))) for files in inputs.runs
     ]
-    for schema in (TrainingMetrics, OwnRewardMetrics):
+    for schema in (TrainingMetrics, CustomRewardMetrics):
         metrics = {files.metrics: run.metrics for files, run in runs if run and _schema_of(run.record) is schema}
         validate_tables(metrics, schema)
     evaluations = [
@@ -316,7 +316,7 @@ def _refuse_other_verdicts(path: Path, claims: ClaimsFile, compared: pl.DataFram
 
 def _schema_of(record: RunRecord) -> type[TrainingMetrics]:
     training = record.config.get("training")
-    return OwnRewardMetrics if isinstance(training, dict) and training.get("rewards") else TrainingMetrics
+    return CustomRewardMetrics if isinstance(training, dict) and training.get("rewards") else TrainingMetrics
 
 
 def _read_run(run: RunInput) -> Run:

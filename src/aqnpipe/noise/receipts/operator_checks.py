@@ -11,7 +11,7 @@ from aqnpipe.config.noise import (
     Phase,
     requested_size,
 )
-from aqnpipe.noise.receipts.own_error_checks import own_error_problems
+from aqnpipe.noise.receipts.custom_error_checks import custom_error_problems
 from aqnpipe.noise.receipts.passes import places_with_gradients
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.receipts.rounding import left_by_rounding
@@ -55,7 +55,7 @@ def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True) -> lis
         *_module_noise_missing(receipt),
         *_audit_problems(receipt),
         *_noise_of_wrong_size(receipt),
-        *own_error_problems(receipt),
+        *custom_error_problems(receipt),
         *_reference_check_problems(receipt),
     ]
 

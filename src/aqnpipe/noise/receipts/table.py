@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import ConfigDict, PlainSerializer, SerializerFunctionWrapHandler, model_serializer
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.noise import AppliedError, Phase, requested_size
-from aqnpipe.config.own_noise import OwnError
 
 Place = tuple[Phase, int | None, int | None, str]
 
@@ -152,7 +152,9 @@ class Row:
         if not self.measured_elements:
             return None
         rounding = (self.rounding_squares / self.measured_elements) ** 0.5
-        return rounding if isinstance(self.error, OwnError) or rounding > _VISIBLE_ROUNDING * self.requested else None
+        return (
+            rounding if isinstance(self.error, CustomError) or rounding > _VISIBLE_ROUNDING * self.requested else None
+        )
 
     @property
     def is_lost(self) -> bool:

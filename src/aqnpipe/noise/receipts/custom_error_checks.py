@@ -5,19 +5,19 @@ That its values are those of its function is checked where they are recomputed, 
 
 import math
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.noise import ModuleNoise, OperatorNoise, Phase
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.receipts.rounding import left_by_rounding
 from aqnpipe.noise.receipts.table import Row
 
 
-def own_error_problems(receipt: ReceiptContent) -> list[str]:
+def custom_error_problems(receipt: ReceiptContent) -> list[str]:
     """Return one line per phase whose error of a user's own had no effect, or another size than was announced."""
     return [
         problem
         for noise in (receipt.operator_noise, receipt.module_noise)
-        if noise is not None and isinstance(noise.error, OwnError)
+        if noise is not None and isinstance(noise.error, CustomError)
         for record in receipt.phases
         if record.phase in noise.phases
         for problem in _size_problems(noise.error, record.phase, _cells_of(receipt, noise, record.phase))
@@ -33,7 +33,7 @@ def _cells_of(receipt: ReceiptContent, noise: OperatorNoise | ModuleNoise, phase
     ]
 
 
-def _size_problems(error: OwnError, phase: Phase, cells: list[Row]) -> list[str]:
+def _size_problems(error: CustomError, phase: Phase, cells: list[Row]) -> list[str]:
     elements = sum(cell.measured_elements for cell in cells)
     if not elements:
         return []  # Another check says that nothing was measured.
