@@ -3,8 +3,8 @@
 import pytest
 from replacing import replaced
 
+from aqnpipe.config.custom_code import load_function, located, source_digest
 from aqnpipe.config.evaluation import EvaluationConfig
-from aqnpipe.config.own_code import load_function, located, source_digest
 from aqnpipe.data.graders import columns_of, grader, graders_of, pairs, refuse_unusable_scorer
 from aqnpipe.data.scoring import SCORERS, Graded
 from aqnpipe.errors import ConfigError

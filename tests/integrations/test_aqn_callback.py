@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 import aqnpipe
+from aqnpipe.config.custom_code import CustomSchedule
 from aqnpipe.config.noise import ConstantSigma, EpochAwareRanges, LinearDecay
-from aqnpipe.config.own_noise import OwnSchedule
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.models.layout import rms_norms
 
@@ -234,7 +234,7 @@ def test_two_callbacks_are_refused(tmp_path):
     [
         ({"schedule": 0.05}, "AQNCallback: schedule"),
         ({"schedule": DECAY, "targets": "norms"}, "AQNCallback: targets"),
-        ({"schedule": OwnSchedule(function="a.b:c", sigma_max=1)}, "schedule own and seed 0, expected"),
+        ({"schedule": CustomSchedule(function="a.b:c", sigma_max=1)}, "schedule own and seed 0, expected"),
         ({"schedule": DECAY, "seed": "0"}, "schedule linear and seed '0', expected"),
     ],
 )

@@ -52,7 +52,7 @@ def ids():
 def own(own_module):
     """Function (name, size, settings) -> one of these error models."""
     # Not above: what this imports must not be imported before `pytest_configure`.
-    from aqnpipe.config.own_noise import OwnError
+    from aqnpipe.config.custom_code import CustomError
 
     module = own_module(_OWN_ERRORS)
-    return lambda name, size=0.05, **given: OwnError(function=f"{module}:{name}", size=size, **given)
+    return lambda name, size=0.05, **given: CustomError(function=f"{module}:{name}", size=size, **given)

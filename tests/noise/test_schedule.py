@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aqnpipe.config.custom_code import CustomSchedule
 from aqnpipe.config.noise import (
     ConstantSigma,
     CosineDecay,
@@ -13,9 +14,8 @@ from aqnpipe.config.noise import (
     GlobalDecay,
     LinearDecay,
 )
-from aqnpipe.config.own_noise import OwnSchedule
 from aqnpipe.errors import ConfigError
-from aqnpipe.noise.schedule import max_sigma, own_sigmas, sigma_at
+from aqnpipe.noise.schedule import custom_sigmas, max_sigma, sigma_at
 
 PUBLISHED_GLOBAL = [
     (0, 11, 0.0),
@@ -146,12 +146,12 @@ def moody(step, num_steps, num_epochs):
 @pytest.fixture
 def own(own_module):
     module = own_module(OWN)
-    return lambda name, **settings: OwnSchedule(function=f"{module}:{name}", settings=settings, sigma_max=0.1)
+    return lambda name, **settings: CustomSchedule(function=f"{module}:{name}", settings=settings, sigma_max=0.1)
 
 
 def test_a_schedule_of_ones_own_gives_what_its_function_returns(own):
     schedule = own("falling", start=0.1)
-    sigmas = own_sigmas(schedule, 4, 2)
+    sigmas = custom_sigmas(schedule, 4, 2)
     # 0.1 * (1 - t/4) / 2.
     assert sigmas == pytest.approx((0.05, 0.0375, 0.025, 0.0125, 0.0))
     ready = schedule.model_copy(update={"sigmas": sigmas})
@@ -164,9 +164,9 @@ def test_a_schedule_of_ones_own_gives_what_its_function_returns(own):
 def test_a_schedule_of_ones_own_must_be_above_0_when_rollouts_are_drawn(own):
     # Steps 0 and 2 have rollouts; it is above 0 at 1 and 3 alone.
     with pytest.raises(ConfigError, match="returned 0 at every rollout of 4 steps"):
-        own_sigmas(own("odd"), 4, 1, steps_per_rollout=2)
-    assert own_sigmas(own("numpys"), 2, 1) == pytest.approx((0.05, 0.05, 0.05))
-    assert own_sigmas(own("odd"), 4, 1) == (0.0, 0.1, 0.0, 0.1, 0.0)
+        custom_sigmas(own("odd"), 4, 1, steps_per_rollout=2)
+    assert custom_sigmas(own("numpys"), 2, 1) == pytest.approx((0.05, 0.05, 0.05))
+    assert custom_sigmas(own("odd"), 4, 1) == (0.0, 0.1, 0.0, 0.1, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -186,5 +186,5 @@ def test_a_schedule_of_ones_own_must_be_above_0_when_rollouts_are_drawn(own):
 )
 def test_a_schedule_of_ones_own_that_cannot_be_used_is_one_line(own, name, says):
     with pytest.raises(ConfigError, match=says) as found:
-        own_sigmas(own(name), 4, 1)
+        custom_sigmas(own(name), 4, 1)
     assert "\n" not in str(found.value)

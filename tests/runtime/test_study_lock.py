@@ -12,7 +12,8 @@ from urllib.parse import quote
 
 import pytest
 
-from aqnpipe.artifacts.files import RESULT_FOLDERS, remove_staged
+from aqnpipe.artifacts.files import remove_staged
+from aqnpipe.config.base import RESULT_FOLDERS
 from aqnpipe.errors import RunLockedError, StorageError
 from aqnpipe.runtime.locks import hold_study, recover_study
 

@@ -6,9 +6,9 @@ from pydantic import ValidationError
 
 from aqnpipe.artifacts.measured_errors import with_figures
 from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import NoiseSpec, OperatorNoise, RelativeGaussian
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, noised_attention, num_rms_norms
@@ -73,7 +73,7 @@ def on_modules(
         error = with_figures(error, dtype=dtype, attention=attention, config=model.config.to_dict())
     try:
         noise = OperatorNoise(
-            error=(error.planned() if isinstance(error, OwnError) else error) or RelativeGaussian(scale=scale),
+            error=(error.planned() if isinstance(error, CustomError) else error) or RelativeGaussian(scale=scale),
             operators=operators,
             phases=phases,
             layers=layers,

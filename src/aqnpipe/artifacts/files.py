@@ -25,7 +25,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from aqnpipe.artifacts.provenance import sha256_of_file, sha256_of_files
-from aqnpipe.config.base import describe_validation_error, refuse_pipe_or_device
+from aqnpipe.config.base import RESULT_FOLDERS, describe_validation_error, refuse_pipe_or_device
 from aqnpipe.errors import DataError, first_line
 
 _JSON_END = "\n}"
@@ -35,9 +35,6 @@ _FILE = "aqnpipe_file"
 """Column that marks the table of each row while several tables are validated together."""
 
 Model = TypeVar("Model", bound=BaseModel)
-
-RESULT_FOLDERS = ("data", "models", "srdd", "parity", "runs", "eval", "eval_on", "loss_study", "looks", "jobs")
-"""Folders in the results of a study. Results of another study may be in a folder beside them."""
 
 STAGED = ".staged"
 """Suffix of the hidden folders in which artifacts are written before the rename; a killed job leaves one behind."""

@@ -46,7 +46,7 @@ class TrainingMetrics(Table):
     validation_accuracy: float = pa.Field(nullable=True)
 
 
-class OwnRewardMetrics(TrainingMetrics):
+class CustomRewardMetrics(TrainingMetrics):
     """metrics.parquet of a run with `training.rewards`, whose sum may be any finite number."""
 
     reward_mean: float = pa.Field(ge=-sys.float_info.max, le=sys.float_info.max)

@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from aqnpipe.cli.options import refuse_level
 from aqnpipe.config.base import describe_validation_error, key_values
+from aqnpipe.config.custom_code import CustomError, located
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.own_code import located
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ReceiptError
 from aqnpipe.noise.autoload import VARIABLE
 
@@ -185,9 +184,9 @@ def _planned(machine: "ProgramMachine") -> "ProgramMachine":
     error = machine.error
     if isinstance(error, MeasuredError):
         return _with_file(machine, error)
-    if not isinstance(error, OwnError):
+    if not isinstance(error, CustomError):
         return machine
-    from aqnpipe.noise.kernels.own import refuse_unusable
+    from aqnpipe.noise.kernels.custom import refuse_unusable
 
     own = error.model_copy(update={"function": located(error.function, Path.cwd())}).planned()
     refuse_unusable(own)

@@ -10,10 +10,10 @@ from aqnpipe.cli.options import TrustCode, check_writable, console_of, number_ra
 from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import describe_validation_error, replaced
+from aqnpipe.config.custom_code import refuse_foreign_code
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
 from aqnpipe.config.noise import FakeQuantization, OperatorNoise
-from aqnpipe.config.own_code import refuse_foreign_code
 from aqnpipe.config.study import read_arms
 from aqnpipe.config.validation_messages import one_of
 from aqnpipe.errors import ConfigError, ReceiptError

@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from aqnpipe.config.base import FrozenModel, describe_validation_error
+from aqnpipe.config.custom_code import refuse_foreign_code
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, PromptFormat
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
-from aqnpipe.config.own_code import refuse_foreign_code
 from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.device import DeviceKind, resolve_device, torch_device
 from aqnpipe.errors import ConfigError, DeviceError, ModelError, StorageError, first_line

@@ -10,6 +10,7 @@ import typer
 
 from aqnpipe.cli.options import TrustCode, given_options
 from aqnpipe.cli.study import open_study
+from aqnpipe.config.base import RESULT_FOLDERS
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError, DataError, ModelError, printable
 
@@ -240,8 +241,6 @@ def _leaves(name: Path) -> bool:
 
 def _damages_of_files(records: Mapping[Path, "JobRecord"], results: Path) -> Iterator[Damage]:
     """Yield files that are not as a job wrote them, or as the jobs that read them found them."""
-    from aqnpipe.artifacts.files import RESULT_FOLDERS
-
     outputs = {name: (digest, path) for path, record in records.items() for name, digest in record.outputs.items()}
     for name, (digest, path) in outputs.items():
         yield from _damage(results / name, digest, path)

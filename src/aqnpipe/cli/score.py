@@ -11,8 +11,8 @@ import typer
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, ValidationError
 
 from aqnpipe.config.base import FrozenModel, describe_validation_error
+from aqnpipe.config.custom_code import source_digest
 from aqnpipe.config.evaluation import Scorer, refuse_unknown_scorer
-from aqnpipe.config.own_code import source_digest
 from aqnpipe.data.graders import Grader, grader
 from aqnpipe.data.scoring import NUMBER_SCORERS, SCORERS, Graded, normalise_number, tally
 from aqnpipe.errors import DataError

@@ -16,12 +16,11 @@ from typing import Any
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.cross_references import expected_validation_questions
+from aqnpipe.config.custom_code import CustomError, CustomSchedule, refuse_foreign_code
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
 from aqnpipe.config.evaluation import EvaluationNoise, settings_of
 from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, source_kind
 from aqnpipe.config.noise import ModuleNoise
-from aqnpipe.config.own_code import refuse_foreign_code
-from aqnpipe.config.own_noise import OwnError, OwnSchedule
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.published import PublishedFile
 from aqnpipe.config.study import Study, load_study_files, shown_path
@@ -185,7 +184,7 @@ def _check_custom_code(study: Study, source: str) -> None:
     for name, arm in study.arms.items():
         where = f"{study.config.arms_file}: arms.{name}"
         refuse_unusable_errors(where, arm)
-        if arm.aqn is not None and isinstance(arm.aqn.schedule, OwnSchedule):
+        if arm.aqn is not None and isinstance(arm.aqn.schedule, CustomSchedule):
             _check_schedule(arm.aqn.schedule, study, f"{where}.aqn.schedule")
     for name, noise in evaluation.noises.items():
         refuse_unusable_errors(f"{source}: evaluation.noises.{name}", settings_of(noise))
@@ -194,22 +193,22 @@ def _check_custom_code(study: Study, source: str) -> None:
 def refuse_unusable_errors(where: str, part: Arm | EvaluationNoise) -> None:
     """Raise ConfigError if an error model of an arm or a noise breaks its contract; `where` begins the message."""
     for key, noise in (("operator_noise", part.operator_noise), ("module_noise", part.module_noise)):
-        if noise is not None and isinstance(noise.error, OwnError):
-            from aqnpipe.noise.kernels.own import refuse_unusable
+        if noise is not None and isinstance(noise.error, CustomError):
+            from aqnpipe.noise.kernels.custom import refuse_unusable
 
             with _about(f"{where}.{key}.error"):
                 refuse_unusable(noise.error)
 
 
-def _check_schedule(schedule: OwnSchedule, study: Study, where: str) -> None:
-    from aqnpipe.noise.schedule import own_sigmas
+def _check_schedule(schedule: CustomSchedule, study: Study, where: str) -> None:
+    from aqnpipe.noise.schedule import custom_sigmas
 
     training = study.config.training
     if schedule.sigmas is not None:
         raise ConfigError(f"{where}.sigmas: found sigmas, expected none: a job computes them with the function")
     if training is not None:
         with _about(where):
-            own_sigmas(schedule, study.num_steps, training.epochs, training.steps_per_rollout)
+            custom_sigmas(schedule, study.num_steps, training.epochs, training.steps_per_rollout)
 
 
 def _check_chat_template(study: Study, source: str) -> None:

@@ -30,7 +30,7 @@ from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
 from aqnpipe.models.untrained import is_untrained
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.schedule import with_own_sigmas
+from aqnpipe.noise.schedule import with_custom_sigmas
 
 Checkpoint = tuple[str, str, int, int]
 """(model role, arm, seed, step), step 0 for the pretrained model."""
@@ -185,7 +185,7 @@ class _Lineage:
         inputs.update(zip(("sigmas",), map(Path, self._plan.sigmas_input(model, arm)), strict=False))
         identity: dict[str, str | int] = {"model": model, "arm": arm, "seed": seed, "num_steps": self._plan.num_steps}
         problems = record_problems(record, identity=identity, outputs=outputs, inputs=inputs)
-        planned = with_own_sigmas(TrainingSpec.model_validate(self._plan.training_spec(arm, seed)))
+        planned = with_custom_sigmas(TrainingSpec.model_validate(self._plan.training_spec(arm, seed)))
         settings = training_with_figures(planned)
         spec = settings.model_dump(mode="json")
         problems += _setting_problems(record, spec)

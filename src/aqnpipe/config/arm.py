@@ -5,9 +5,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel, Identifier, TrainingSeed, replaced
+from aqnpipe.config.custom_code import CustomError, CustomSchedule
 from aqnpipe.config.model import Attention, noised_attention
 from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, FakeQuantization, ModuleNoise, OperatorNoise
-from aqnpipe.config.own_noise import OwnError, OwnSchedule
 
 ModelRole = Literal["base", "large", "checkpoints"]
 """checkpoints: the role of given models in a study without training, where no arms file is read."""
@@ -84,7 +84,7 @@ class Arm(FrozenModel):
 
         Raises ConfigError if one has no source, or another than its digest says.
         """
-        return replaced(replaced(self, OwnError, OwnError.planned), OwnSchedule, OwnSchedule.planned)
+        return replaced(replaced(self, CustomError, CustomError.planned), CustomSchedule, CustomSchedule.planned)
 
     def on_attention(self, attention: Attention) -> "Arm":
         """Return the arm with noise on attention as a model with that implementation computes it.

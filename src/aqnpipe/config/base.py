@@ -57,6 +57,10 @@ def rule_on(rule: str, kind: DeviceKind | None) -> str:
     return rule if kind is None else f"{rule}_{kind}"
 
 
+RESULT_FOLDERS = ("data", "models", "srdd", "parity", "runs", "eval", "eval_on", "loss_study", "looks", "jobs")
+"""Folders in the results of a study. Results of another study may be in a folder beside them."""
+
+
 def evaluations_folder(machine: str | None = None) -> str:
     """Return the folder of evaluations in the results: those of a machine in `evaluation.machines`, or of the study."""
     return "eval" if machine is None else f"eval_on/{machine}"

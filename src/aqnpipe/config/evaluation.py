@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Discriminator, Field, RootModel, Tag, ValidationError, model_validator
 
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier, Seed, Threads, describe_validation_error, replaced
+from aqnpipe.config.custom_code import CustomError, CustomFunction, planned_digest
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.generation import is_without_vllm
 from aqnpipe.config.measured_noise import MeasuredError
@@ -27,8 +28,6 @@ from aqnpipe.config.noise import (
     is_active,
     is_fixed,
 )
-from aqnpipe.config.own_code import OwnFunction, planned_digest
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.config.validation_messages import did_you_mean
 from aqnpipe.errors import ConfigError
 
@@ -116,7 +115,7 @@ class EvaluationNoise(FrozenModel):
         """Return whether another noise seed gives other numbers; roundings and biases are the same every time."""
         random = RelativeGaussian | AbsoluteGaussian | MeasuredError
         return any(
-            error.draws > 0 if isinstance(error, OwnError) else isinstance(error, random) and is_active(error)
+            error.draws > 0 if isinstance(error, CustomError) else isinstance(error, random) and is_active(error)
             for error in self.errors
             if not isinstance(error, RelativeGaussian) or error.machine is None
         )
@@ -235,17 +234,17 @@ verl_strict: verl's reward for GSM8K (reward_score/gsm8k.py, strict), which comp
 `#### ` in the last 300 characters.
 """
 
-OWN_SCORER = "own"
+CUSTOM_SCORER = "own"
 """Name of a scorer of a user's own in columns of tables."""
 
 
 def scorer_column(scorer: str) -> str:
     """Return the name of a scorer in columns: its own, or `own` for a function."""
-    return OWN_SCORER if ":" in scorer else scorer
+    return CUSTOM_SCORER if ":" in scorer else scorer
 
 
 class _Option(FrozenModel):
-    scorer: Scorer | OwnFunction
+    scorer: Scorer | CustomFunction
 
 
 def refuse_unknown_scorer(name: str) -> None:
@@ -312,7 +311,7 @@ class EvaluationConfig(FrozenModel):
         description="machine of the study on which the model before training is evaluated; null: the device without "
         "simulated faults. Checkpoints are evaluated on the machine of their arm",
     )
-    primary_scorer: Scorer | Literal["task"] | OwnFunction = Field(
+    primary_scorer: Scorer | Literal["task"] | CustomFunction = Field(
         default="strict",
         description="decides which responses are right: a scorer, or package.module:function of (response, "
         "gold_answer), run with your rights, which returns True or False, or a pair of the answer found and that",
@@ -343,7 +342,7 @@ class EvaluationConfig(FrozenModel):
 
         Raises ConfigError if one has no source, or another than its digest says.
         """
-        found = replaced(self, OwnError, OwnError.planned)
+        found = replaced(self, CustomError, CustomError.planned)
         if ":" not in self.primary_scorer:
             return found
         digest = planned_digest(self.primary_scorer, self.scorer_sha256, "scorer_sha256")

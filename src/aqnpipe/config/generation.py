@@ -7,9 +7,9 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import ErrorModel, FakeQuantization, is_fixed
-from aqnpipe.config.own_noise import OwnError
 
 RequestedBackend = Literal["auto", "transformers", "vllm"]
 
@@ -82,7 +82,7 @@ def is_without_vllm(error: ErrorModel) -> bool:
 
     Nor can it be a fixed machine, because it computes attention as one operator.
     """
-    return isinstance(error, FakeQuantization | MeasuredError | OwnError) or is_fixed(error)
+    return isinstance(error, FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
 
 
 def why_vllm_cannot_roll_out(arm: Arm) -> str | None:

@@ -7,10 +7,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, Seed, Threads
+from aqnpipe.config.custom_code import CustomError, CustomSchedule
 from aqnpipe.config.diagnosis import SigmaStrategy
 from aqnpipe.config.measured_noise import LayerErrors, MeasuredError, OperatorError
 from aqnpipe.config.model import Attention, Dtype
-from aqnpipe.config.own_noise import OwnError, OwnSchedule
 from aqnpipe.device import DeviceKind
 
 Phase = Literal["rollout", "reference", "actor_forward", "backward", "validation", "evaluation"]
@@ -109,7 +109,7 @@ class FakeQuantization(FrozenModel):
 ScaledError = RelativeGaussian | AbsoluteGaussian | SystematicBias
 """Errors with a scale; scale 0 means no error."""
 
-OutputErrorModel = ScaledError | MantissaTruncation | OwnError
+OutputErrorModel = ScaledError | MantissaTruncation | CustomError
 """Errors that are put on a computed tensor."""
 
 ErrorModel = OutputErrorModel | FakeQuantization | MeasuredError
@@ -159,7 +159,7 @@ def quantity_of(error: AppliedError) -> Quantity:
             return "absolute"
         case SystematicBias():
             return "outward"
-        case OwnError():
+        case CustomError():
             return error.quantity
         case _:
             return "relative"
@@ -172,7 +172,7 @@ def requested_size(error: AppliedError | MeasuredError) -> float:
     of a measured error is its multiple, that of a user's own the upper limit that was announced.
     """
     match error:
-        case OwnError():
+        case CustomError():
             return error.sizes[1]
         case OperatorError():
             return error.size
@@ -387,7 +387,7 @@ class CosineDecay(FrozenModel):
 
 
 Schedule = Annotated[
-    GlobalDecay | LinearDecay | EpochAwareRanges | EpochAwareGeometric | ConstantSigma | CosineDecay | OwnSchedule,
+    GlobalDecay | LinearDecay | EpochAwareRanges | EpochAwareGeometric | ConstantSigma | CosineDecay | CustomSchedule,
     Field(discriminator="kind"),
 ]
 

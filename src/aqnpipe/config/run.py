@@ -5,13 +5,13 @@ A job's spec contains only the settings that the job uses, so an edit elsewhere 
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.custom_code import CustomFunction
 from aqnpipe.config.dataset import LmEvalDataset, PromptFormat
 from aqnpipe.config.evaluation import EvaluationConfig, Scorer
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Counterpart, Fault
-from aqnpipe.config.own_code import OwnFunction
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.device import RequestedDevice
 
@@ -35,7 +35,7 @@ class TrainingSpec(FrozenModel):
     prompt: PromptFormat
     generation: GenerationConfig = GenerationConfig()
     training: TrainingConfig
-    scorer: Scorer | OwnFunction = "strict"
+    scorer: Scorer | CustomFunction = "strict"
     scorer_sha256: str | None = None
 
     @property

@@ -23,6 +23,7 @@ from aqnpipe.config.analysis import (
 from aqnpipe.config.arm import Arm, ArmsFile
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier
 from aqnpipe.config.cross_references import cross_reference_problems
+from aqnpipe.config.custom_code import located
 from aqnpipe.config.dataset import DatasetConfig, LmEvalDataset, PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.evaluation import StudyEvaluationConfig, with_numbered_noises
@@ -30,7 +31,6 @@ from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
 from aqnpipe.config.noise import LayerSigmas, Machine
-from aqnpipe.config.own_code import located
 from aqnpipe.config.training import Keep, TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
 from aqnpipe.config.yaml_file import read_yaml_file, typed_scalars, validated

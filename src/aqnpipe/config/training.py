@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from aqnpipe.config.base import FrozenModel, Threads
+from aqnpipe.config.custom_code import CustomFunction, planned_digest
 from aqnpipe.config.evaluation import Scorer
-from aqnpipe.config.own_code import OwnFunction, planned_digest
 from aqnpipe.config.validation_messages import SHARE_PATTERN
 
 ReportTo = Literal["tensorboard", "wandb"]
@@ -51,7 +51,7 @@ class Reward(FrozenModel):
     """
 
     scorer: Scorer | None = Field(default=None, description="1 if this scorer finds the response right, else 0")
-    function: OwnFunction | None = Field(
+    function: CustomFunction | None = Field(
         default=None,
         description="package.module:function of (response, gold_answer), which returns a number; run with your rights",
     )

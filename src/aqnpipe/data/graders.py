@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from aqnpipe.config.custom_code import load_function, planned_function, unusable_result
 from aqnpipe.config.evaluation import EvaluationConfig, Scorer, scorer_column
-from aqnpipe.config.own_code import load_function, planned_function, unusable_result
 from aqnpipe.data.scoring import SCORERS, Graded, grade
 
 Grader = Callable[[str, str], Graded]
@@ -36,7 +36,7 @@ def grader(scorer: Scorer | str, source_sha256: str | None = None) -> Grader:
         return _scorer(scorer)
     if source_sha256 is None:
         raise RuntimeError("a scorer of a user's own without the digest of its source; this is a bug")
-    return _own(scorer, planned_function(scorer, source_sha256))
+    return _custom(scorer, planned_function(scorer, source_sha256))
 
 
 def refuse_unusable_scorer(settings: EvaluationConfig) -> None:
@@ -63,7 +63,7 @@ def _scorer(scorer: Any) -> Grader:
     return partial(grade, scorer=scorer)
 
 
-def _own(function: str, call: Callable[[str, str], Any]) -> Grader:
+def _custom(function: str, call: Callable[[str, str], Any]) -> Grader:
     def graded(response: str, gold: str) -> Graded:
         found = call(response, gold)
         answer, verdict = found if isinstance(found, tuple) and len(found) == 2 else (response.strip() or None, found)

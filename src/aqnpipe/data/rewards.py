@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from aqnpipe.config.own_code import load_function, planned_function, unusable_result
+from aqnpipe.config.custom_code import load_function, planned_function, unusable_result
 from aqnpipe.config.training import Reward
 from aqnpipe.data.scoring import is_correct
 

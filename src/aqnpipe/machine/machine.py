@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import LayerErrors
 from aqnpipe.config.noise import (
     MACHINE,
@@ -24,7 +25,6 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
     is_fixed,
 )
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.names import measured_name, named_modules
@@ -329,8 +329,8 @@ class Machine:
             self._apply_fixed(operator, values, error, factors)
         elif shards is not None:
             apply_error_to_shards_(values, shards, error, source)
-        elif type(error) is OwnError:
-            changed = self._apply_own(plan.phase, operator, values, error, source)
+        elif type(error) is CustomError:
+            changed = self._apply_custom(plan.phase, operator, values, error, source)
         else:
             apply_error_(values, error, source, *(() if input_rms is None else (input_rms,)))
         if self._note is not None:
@@ -365,7 +365,9 @@ class Machine:
         key = derive_seed(*error.key_of_machine(self.request.key.seed, self.request.machine))
         add_fixed_gaussian_(values, error.scale, factors, key)
 
-    def _apply_own(self, phase: str, operator: str, values: Tensor, error: OwnError, source: NoiseStream) -> Tensor:
+    def _apply_custom(
+        self, phase: str, operator: str, values: Tensor, error: CustomError, source: NoiseStream
+    ) -> Tensor:
         """Put a user's own error on values. Of all errors it alone may change none of them, so changes are counted."""
         before = values.clone()
         with self.exactly():

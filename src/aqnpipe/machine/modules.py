@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.noise import TensorError
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.machine.machine import Noised, NoiseKey
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
@@ -101,7 +101,7 @@ class ModuleErrors:
             else:
                 apply_error_to_shards_(values, shards, error, source)
             changed = None
-            if type(error) is OwnError:
+            if type(error) is CustomError:
                 changed = ((values != exact) & (exact == exact)).sum()
             self._note(place, Noised("", operator, place, error, values, is_again, changed, shards), exact)
         return values

@@ -16,14 +16,14 @@ from torch import nn
 
 from aqnpipe.artifacts.measured_errors import with_figures
 from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import ErrorModel, OperatorNoise, OperatorSet, Phase, RelativeGaussian
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.models.layout import decoder_layers, refuse_norms_without_weight
 from aqnpipe.models.parts import Parts, parts_of
-from aqnpipe.noise.kernels.own import refuse_unusable
+from aqnpipe.noise.kernels.custom import refuse_unusable
 from aqnpipe.proof.audit import Audit
 from aqnpipe.proof.operators import AuditRequest
 from aqnpipe.proof.receipt import MachineReceipt, Requested, described
@@ -40,7 +40,7 @@ class NoiseReceipt(MachineReceipt):
     def __init__(self, model: nn.Module, request: AuditRequest, scale: float | None) -> None:
         phases = (request.stream, "backward") if request.backward else (request.stream,)
         draws = np.random.default_rng(derive_seed(request.seed, "noisy audit"))
-        own = request.error if isinstance(request.error, OwnError) else None
+        own = request.error if isinstance(request.error, CustomError) else None
         super().__init__(Requested(phases, described(request.error), scale, request.elementwise, own), draws)
         self._model = model
         self._request = request
@@ -88,7 +88,7 @@ def noisy(
     parts = parts_of(model)
     selected = _selected(parts, layers, include_lm_head)
     stream: Phase = "actor_forward" if backward else "evaluation"
-    if isinstance(error, OwnError):
+    if isinstance(error, CustomError):
         refuse_unusable(error)
         error = error.planned()
     if isinstance(error, MeasuredError):

@@ -29,9 +29,9 @@ from torch.utils.hooks import RemovableHandle
 
 from aqnpipe.artifacts.measured_errors import with_figures
 from aqnpipe.config.base import describe_validation_error
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import FakeQuantization, Fault, OperatorSet, OutputErrorModel, PlacedError
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.operators import ELEMENTWISE, NOISED
@@ -94,7 +94,7 @@ class ProgramMachine(BaseModel):
     def requested(self) -> Requested:
         """Return what a receipt must show."""
         phases = () if self.error is None else (_STREAM, "backward") if self.backward else (_STREAM,)
-        own = self.error if isinstance(self.error, OwnError) else None
+        own = self.error if isinstance(self.error, CustomError) else None
         scale = getattr(self.error, "scale", None)
         return Requested(phases, described(self.error), scale, self.operators == "all", own)
 

@@ -5,6 +5,7 @@ A schedule of a user's own is a function. A job calls it once for every step, be
 
 import math
 
+from aqnpipe.config.custom_code import CustomSchedule, as_config_error, is_usable_sigma, unchanged_function
 from aqnpipe.config.noise import (
     ConstantSigma,
     CosineDecay,
@@ -14,8 +15,6 @@ from aqnpipe.config.noise import (
     LinearDecay,
     Schedule,
 )
-from aqnpipe.config.own_code import as_config_error, unchanged_function
-from aqnpipe.config.own_noise import OwnSchedule, is_usable_sigma
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ConfigError
 
@@ -39,8 +38,8 @@ def sigma_at(schedule: Schedule, step: int, num_steps: int, num_epochs: int) -> 
         case CosineDecay():
             share = (1 + math.cos(math.pi * step / num_steps)) / 2
             return schedule.sigma_end + (schedule.sigma_start - schedule.sigma_end) * share
-        case OwnSchedule():
-            return _own(schedule, step, num_steps)
+        case CustomSchedule():
+            return _custom(schedule, step, num_steps)
         case EpochAwareRanges():
             return _epoch_ranges(schedule, step, num_steps, num_epochs)
         case EpochAwareGeometric():
@@ -50,7 +49,7 @@ def sigma_at(schedule: Schedule, step: int, num_steps: int, num_epochs: int) -> 
 def max_sigma(schedule: Schedule) -> float:
     """Return the largest sigma of `schedule`; of a user's own, the announced limit."""
     match schedule:
-        case OwnSchedule():
+        case CustomSchedule():
             return schedule.sigma_max
         case ConstantSigma():
             return schedule.sigma
@@ -60,18 +59,20 @@ def max_sigma(schedule: Schedule) -> float:
             return max(schedule.sigma_start, schedule.sigma_end)
 
 
-def with_own_sigmas(spec: TrainingSpec) -> TrainingSpec:
-    """Return the settings of a training with the numbers of the arm's own schedule, if it has one; see `own_sigmas`."""
+def with_custom_sigmas(spec: TrainingSpec) -> TrainingSpec:
+    """Return the settings of a training with the numbers of the arm's custom schedule, if any; see `custom_sigmas`."""
     aqn = spec.arm.aqn
-    if aqn is None or not isinstance(aqn.schedule, OwnSchedule):
+    if aqn is None or not isinstance(aqn.schedule, CustomSchedule):
         return spec
-    sigmas = own_sigmas(aqn.schedule, spec.num_steps, spec.training.epochs, spec.training.steps_per_rollout)
+    sigmas = custom_sigmas(aqn.schedule, spec.num_steps, spec.training.epochs, spec.training.steps_per_rollout)
     schedule = aqn.schedule.model_copy(update={"sigmas": sigmas})
     arm = spec.arm.model_copy(update={"aqn": aqn.model_copy(update={"schedule": schedule})})
     return spec.model_copy(update={"arm": arm})
 
 
-def own_sigmas(schedule: OwnSchedule, num_steps: int, num_epochs: int, steps_per_rollout: int = 1) -> tuple[float, ...]:
+def custom_sigmas(
+    schedule: CustomSchedule, num_steps: int, num_epochs: int, steps_per_rollout: int = 1
+) -> tuple[float, ...]:
     """Return what the function of `schedule` gives after 0 to `num_steps` steps.
 
     Raises ConfigError if it raises, returns anything but a finite number from 0 to `sigma_max`, has another number for
@@ -103,7 +104,7 @@ def own_sigmas(schedule: OwnSchedule, num_steps: int, num_epochs: int, steps_per
     return tuple(found)
 
 
-def _own(schedule: OwnSchedule, step: int, num_steps: int) -> float:
+def _custom(schedule: CustomSchedule, step: int, num_steps: int) -> float:
     if schedule.sigmas is None or len(schedule.sigmas) != num_steps + 1:
         raise ValueError(f"the sigmas of {schedule.function} are not those of {num_steps} steps; this is a bug")
     return schedule.sigmas[step]

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import OperatorError
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
@@ -15,7 +16,6 @@ from aqnpipe.config.noise import (
     is_fixed,
     requested_size,
 )
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.expected_values import deviations, expected_values, measured_size
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray
 from aqnpipe.proof.recompute import Sampled
@@ -32,7 +32,7 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
         return _compare_expected(sampled, sampled.exact if sampled.expected is None else sampled.expected)
     if is_fixed(error):
         draws = draws._replace(operands=sampled.digests(dtype))
-    is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian | OwnError | OperatorError)
+    is_random = isinstance(error, RelativeGaussian | AbsoluteGaussian | CustomError | OperatorError)
     exact, slack, found = sampled.exact, sampled.slack, sampled.found
     usable = np.isfinite(exact) & np.isfinite(found)
     low, expected, high, allowed = _expected_around(sampled, error, dtype, draws)
@@ -42,7 +42,9 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
         expected, tolerance = _as_distributions(expected, tolerance, sampled.row, dtype)
     deviation = deviations(exact, found, expected, tolerance, dtype)[usable]
     # Elements with much rounding say little; without this one large element would outweigh all others.
-    is_relative = isinstance(error, RelativeGaussian) or (isinstance(error, OwnError) and error.quantity == "relative")
+    is_relative = isinstance(error, RelativeGaussian) or (
+        isinstance(error, CustomError) and error.quantity == "relative"
+    )
     scale = requested_size(error) if is_relative else None
     unit = (np.abs(exact) + (slack + sampled.after) / scale + _TINY)[usable] if scale else 1.0
     if isinstance(error, OperatorError):
@@ -54,7 +56,7 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
         rounding = np.zeros(1)
         # Of an exact operand the rounded result is known, and with it how much of an error the format keeps.
         expected = torch.as_tensor(expected).to(dtype).double().numpy()
-    if isinstance(error, OwnError):
+    if isinstance(error, CustomError):
         # The function computes in float32; the rounding of its argument is no error.
         expected = np.where(np.abs(expected - exact) <= 2.0**-22 * np.abs(exact), exact, expected)
     requested, seen = (expected - exact)[usable] / unit, (found - exact)[usable] / unit
@@ -67,7 +69,9 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
         "requested_squares": float((requested * requested).sum()) if is_random else 0.0,
         "found_squares": float((seen * seen).sum()),
         "hidden_squares": float((rounding * rounding).sum()),
-        "own_squares": _error_squared(exact[usable], expected[usable], error) if isinstance(error, OwnError) else 0.0,
+        "own_squares": _error_squared(exact[usable], expected[usable], error)
+        if isinstance(error, CustomError)
+        else 0.0,
     }
 
 
@@ -90,7 +94,7 @@ def _expected_around(
     allows.
     """
     changes = np.stack((-sampled.slack, np.zeros_like(sampled.slack), sampled.slack))
-    if isinstance(error, OwnError):
+    if isinstance(error, CustomError):
         # A user's function gets elements of one dimension.
         each = [expected_values(sampled.exact + change, error, dtype, draws, sampled.numbers) for change in changes]
         return each[0][0], each[1][0], each[2][0], each[1][1]
@@ -98,7 +102,7 @@ def _expected_around(
     return found[0], found[1], found[2], allowed[1]
 
 
-def _error_squared(exact: FloatArray, expected: FloatArray, error: OwnError) -> float:
+def _error_squared(exact: FloatArray, expected: FloatArray, error: CustomError) -> float:
     """Return the sum of squares of a user's own error, in the quantity of its announced size."""
     unit = np.where(exact == 0, np.inf, exact) if error.quantity == "relative" else 1.0
     return float((((expected - exact) / unit) ** 2).sum())

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import LayerErrors
 from aqnpipe.config.noise import (
     MACHINE,
@@ -22,7 +23,6 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
     is_fixed,
 )
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.classification import escape, is_known
 from aqnpipe.noise.audit.operation_counts import operations_of
 from aqnpipe.noise.audit.random_numbers import Draws, derived_key
@@ -165,7 +165,7 @@ class OperatorAudit:
         self._is_quantized = isinstance(request.error, FakeQuantization)
         self._is_measured = isinstance(request.error, MeasuredError)
         # What a user announced of a size is checked beside single values, and takes more of them.
-        self._samples = _SAMPLES_OF_OWN if isinstance(request.error, OwnError) else request.num_samples
+        self._samples = _SAMPLES_OF_OWN if isinstance(request.error, CustomError) else request.num_samples
         self._recomputed = {**RECOMPUTED, **(ELEMENTWISE if request.elementwise else {})}
         if request.results:
             self._recomputed |= dict.fromkeys((ATTENTION, SUM), ELEMENTWISE[NORM])

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.noise import AppliedError, MeasuredError
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.receipts.table import Place, Row, Shown, grouped
 from aqnpipe.proof.elementwise import ELEMENTWISE
@@ -35,7 +35,7 @@ class Requested(NamedTuple):
     error: str
     scale: float | None
     elementwise: bool = False
-    own: OwnError | None = None
+    own: CustomError | None = None
 
 
 def described(error: AppliedError | MeasuredError | None) -> str:

@@ -26,7 +26,7 @@ from aqnpipe.artifacts.loss_studies import LossStudyFile
 from aqnpipe.artifacts.parities import ParityFile
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.published import PublishedCheck
-from aqnpipe.artifacts.runs import OwnRewardMetrics, RunRecord, TrainingMetrics, has_digest, record_problems
+from aqnpipe.artifacts.runs import CustomRewardMetrics, RunRecord, TrainingMetrics, has_digest, record_problems
 from aqnpipe.config.plan import StudyPlan, sigmas_name
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
@@ -247,7 +247,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         return read([path], lambda: read_json(path, model))
 
     runs = _found(read([one.metrics, one.receipt, one.record], partial(_read_run, one)) for one in inputs.runs)
-    for schema in (TrainingMetrics, OwnRewardMetrics):
+    for schema in (TrainingMetrics, CustomRewardMetrics):
         metrics = {run.source.metrics: run.metrics for run in runs if _schema_of(run.record) is schema}
         validate_tables(metrics, schema)
     evaluations = _found(
@@ -301,7 +301,7 @@ def _refuse_other_verdicts(path: Path, claims: ClaimsFile, compared: pl.DataFram
 
 def _schema_of(record: RunRecord) -> type[TrainingMetrics]:
     training = record.config.get("training")
-    return OwnRewardMetrics if isinstance(training, dict) and training.get("rewards") else TrainingMetrics
+    return CustomRewardMetrics if isinstance(training, dict) and training.get("rewards") else TrainingMetrics
 
 
 def _read_run(run: RunInput) -> Run:

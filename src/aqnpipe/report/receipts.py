@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, get_args
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import (
     FakeQuantization,
@@ -16,7 +17,6 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
     ScaledError,
 )
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.config.study import Study
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.table import Row, TablePhase
@@ -201,7 +201,7 @@ def _error_text(noise: OperatorNoise | ModuleNoise) -> str:
             return f"{where}{error.kind.replace('_', ' ')}, {error.mantissa_bits} bits"
         case FakeQuantization():
             return f"{where}{error.kind.replace('_', ' ')}, {error.format}"
-        case OwnError():
+        case CustomError():
             size = " to ".join(dict.fromkeys(map(numbers.scale, error.sizes)))
             return f"{where}{error.function.rpartition('/')[2]} {size}"
         case MeasuredError():

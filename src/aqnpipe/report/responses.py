@@ -21,7 +21,7 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import refuse_pipe_or_device
-from aqnpipe.config.evaluation import OWN_SCORER, Scorer, numbered_levels, scorer_column
+from aqnpipe.config.evaluation import CUSTOM_SCORER, Scorer, numbered_levels, scorer_column
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.report import numbers
 from aqnpipe.report.claims import VERDICT_SYMBOLS, claim_text
@@ -34,7 +34,7 @@ _WORDS = re.compile(r"\s+|[^\s]+")
 Frame = TypeVar("Frame", pl.DataFrame, pl.LazyFrame)
 
 
-_SCORERS = (*get_args(Scorer), OWN_SCORER, "task")
+_SCORERS = (*get_args(Scorer), CUSTOM_SCORER, "task")
 """All names of scorers in columns; `task` is a task of lm-evaluation-harness."""
 
 
@@ -101,7 +101,7 @@ class Responses:
 
     def name_of(self, scorer: str) -> str:
         """Return a scorer's name: that of the function if it is the study's own."""
-        return str(self._settings.get("primary_scorer", scorer)) if scorer == OWN_SCORER else scorer
+        return str(self._settings.get("primary_scorer", scorer)) if scorer == CUSTOM_SCORER else scorer
 
     @cached_property
     def scorers(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import quote
 
-from aqnpipe.artifacts.files import RESULT_FOLDERS
+from aqnpipe.config.base import RESULT_FOLDERS
 from aqnpipe.errors import RunLockedError, StorageError
 
 _HOLDER_BYTES = 500

@@ -14,7 +14,7 @@ from trl import GRPOConfig
 
 from aqnpipe.artifacts.files import read_table, write_json, write_table
 from aqnpipe.artifacts.problems import ProblemTable
-from aqnpipe.artifacts.runs import OwnRewardMetrics, TrainingMetrics
+from aqnpipe.artifacts.runs import CustomRewardMetrics, TrainingMetrics
 from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.examples import choose_examples, refuse_leak, refuse_overlap
@@ -133,7 +133,7 @@ def run_worker(
         say(f"{run_label(spec)}: {growth_line(growth)}")
     write_json(workspace.facts, facts.model_copy(update={"distance_growth": growth}))
     write_json(workspace.run / "receipt.json", receipt)
-    schema = OwnRewardMetrics if spec.training.rewards else TrainingMetrics
+    schema = CustomRewardMetrics if spec.training.rewards else TrainingMetrics
     write_table(workspace.run / "metrics.parquet", table, schema)
 
 

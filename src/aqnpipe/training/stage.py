@@ -15,7 +15,7 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, TrainingError
 from aqnpipe.models.prepared import read_prepared_model
-from aqnpipe.noise.schedule import with_own_sigmas
+from aqnpipe.noise.schedule import with_custom_sigmas
 from aqnpipe.training.reporting import prepare_reporting
 from aqnpipe.training.resume import prepare_resume
 from aqnpipe.training.rollout_backend import describe_rollouts
@@ -71,7 +71,7 @@ def with_measurements(spec: TrainingSpec, inputs: TrainingInputs) -> TrainingSpe
     These are the sigmas of an own schedule, and the figures of a measured error, which must be of the model to be
     trained.
     """
-    spec = with_own_sigmas(spec)
+    spec = with_custom_sigmas(spec)
     noise = spec.arm.operator_noise
     if noise is None or not isinstance(noise.error, MeasuredError):
         return spec

@@ -6,8 +6,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.noise import NoiseSpec, OperatorNoise
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.injection.pass_observation import PassObservation
 from aqnpipe.noise.injection.phase import phase_noise
@@ -135,7 +135,7 @@ def test_rates_that_are_plain_attributes_count_too(make_model):
 def test_an_error_of_a_user_s_own_may_round_to_another_format(make_model, own_module):
     """All keys and logits are numbers of bfloat16 then, as was asked for."""
     module = own_module("def rounded(values, normals):\n    return values.bfloat16().float()\n")
-    error = OwnError(function=f"{module}:rounded", size=(0.0, 0.01), draws=0).planned()
+    error = CustomError(function=f"{module}:rounded", size=(0.0, 0.01), draws=0).planned()
     spec = NoiseSpec(operator_noise=OperatorNoise(error=error, phases=("rollout",)))
     recorder = ReceiptRecorder(spec, expected_phases=("rollout",), num_layers=3, num_norms=7)
     model = make_model().eval()

@@ -14,6 +14,7 @@ from aqnpipe.cli.options import NAMES, TrustCode, dataset_of, refuse_level
 from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.base import MOST_THREADS, describe_validation_error
+from aqnpipe.config.custom_code import refuse_foreign_code
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.evaluation import (
     PRESETS,
@@ -26,7 +27,6 @@ from aqnpipe.config.evaluation import (
 from aqnpipe.config.generation import GenerationConfig, RequestedBackend
 from aqnpipe.config.model import Attention, Dtype, read_model_config, source_kind
 from aqnpipe.config.noise import OperatorSet
-from aqnpipe.config.own_code import refuse_foreign_code
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.config.validation_messages import one_of
 from aqnpipe.config.yaml_file import load_yaml

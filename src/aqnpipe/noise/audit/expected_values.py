@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aqnpipe.config.custom_code import CustomError, as_config_error, unchanged_function
 from aqnpipe.config.measured_noise import ErrorFigures, OperatorError
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
@@ -17,8 +18,6 @@ from aqnpipe.config.noise import (
     SystematicBias,
     TensorError,
 )
-from aqnpipe.config.own_code import as_config_error, unchanged_function
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray, derived_key, normals
 
 _SIGNIFICAND_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -71,8 +70,8 @@ def expected_values(
             expected = clean + scale * np.sign(clean)
             # torch rounds the scale to the number format of the tensor before it adds.
             slack = spacing(np.full(clean.shape, scale), dtype)
-        case OwnError():
-            expected, slack = _own_values(clean, error, dtype, draws, elements)
+        case CustomError():
+            expected, slack = _custom_values(clean, error, dtype, draws, elements)
             slack += _ARITHMETIC * (np.abs(clean) + np.abs(expected))
         case MantissaTruncation(mantissa_bits=bits):
             exponent = np.maximum(np.frexp(clean)[1], _SMALLEST_EXPONENT[dtype])
@@ -118,8 +117,8 @@ def spacing(values: FloatArray, dtype: torch.dtype) -> FloatArray:
     return np.asarray(np.ldexp(1.0, exponent - _SIGNIFICAND_BITS[dtype]))
 
 
-def _own_values(
-    clean: FloatArray, error: OwnError, dtype: torch.dtype, draws: Draws, elements: IntArray
+def _custom_values(
+    clean: FloatArray, error: CustomError, dtype: torch.dtype, draws: Draws, elements: IntArray
 ) -> tuple[FloatArray, FloatArray]:
     """Return what the function of `error` makes of `clean`, and how far the kernels' normals may move each result.
 
@@ -155,7 +154,7 @@ def _of_draw(draws: Draws, number: int) -> Draws:
     return draws._replace(key=derived[places].reshape(draws.key.shape))
 
 
-def _called(error: OwnError, values: Tensor, drawn: Tensor) -> FloatArray:
+def _called(error: CustomError, values: Tensor, drawn: Tensor) -> FloatArray:
     call = unchanged_function(error.function, error.source_sha256 or "")
     with torch.no_grad(), as_config_error(error.function, f"for {values.numel()} values by themselves"):
         found = call(values.clone(), drawn, **error.settings)

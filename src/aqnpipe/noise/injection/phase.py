@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import (
     FakeQuantization,
@@ -28,7 +29,6 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
     machine_stream,
 )
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.modules import ModuleError, ModuleErrors
@@ -47,7 +47,7 @@ from aqnpipe.proof.audit import Audit
 ACTIVE_KEY = "_aqnpipe_noise_key"
 """Attribute of a model that holds the key of its present phase."""
 
-_MAY_ROUND = (MantissaTruncation, FakeQuantization, OwnError)
+_MAY_ROUND = (MantissaTruncation, FakeQuantization, CustomError)
 """Errors that may leave nothing but numbers of another format."""
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import OperatorError
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
@@ -11,10 +12,9 @@ from aqnpipe.config.noise import (
     SystematicBias,
     TensorError,
 )
-from aqnpipe.config.own_noise import OwnError
+from aqnpipe.noise.kernels.custom import add_custom_
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_, add_relative_gaussian_
 from aqnpipe.noise.kernels.measured import add_measured_
-from aqnpipe.noise.kernels.own import add_own_
 from aqnpipe.noise.kernels.quantization import truncate_mantissa_
 from aqnpipe.noise.kernels.stream import NoiseStream
 
@@ -36,8 +36,8 @@ def apply_error_(tensor: Tensor, error: TensorError, source: NoiseStream, input_
             return tensor.add_(tensor.sign(), alpha=error.scale)
         case MantissaTruncation():
             return truncate_mantissa_(tensor, error.mantissa_bits)
-        case OwnError():
-            return add_own_(tensor, error, source)
+        case CustomError():
+            return add_custom_(tensor, error, source)
 
 
 def renormalise(probabilities: Tensor, dim: int) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import LayerErrors, MeasuredError
 from aqnpipe.config.noise import (
     AppliedError,
@@ -12,7 +13,6 @@ from aqnpipe.config.noise import (
     is_fixed,
     requested_size,
 )
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.noise.receipts.passes import places_with_gradients
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.receipts.rounding import left_by_rounding
@@ -75,7 +75,7 @@ def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True, is_sha
         *_audit_problems(receipt),
         *_noise_of_wrong_size(receipt),
         *([] if is_share else _noise_without_size(receipt)),
-        *_own_error_problems(receipt),
+        *_custom_error_problems(receipt),
         *_reference_check_problems(receipt),
     ]
 
@@ -293,12 +293,12 @@ def _requested_error(receipt: ReceiptContent, cell: Row) -> AppliedError | None:
     return error.operators.get(cell.operator.partition(".")[2]) if isinstance(error, LayerErrors) else error
 
 
-def _own_error_problems(receipt: ReceiptContent) -> list[str]:
+def _custom_error_problems(receipt: ReceiptContent) -> list[str]:
     """Return one line per phase whose error of a user's own had no effect, or another size than was announced."""
     return [
         problem
         for noise in (receipt.operator_noise, receipt.module_noise)
-        if noise is not None and isinstance(noise.error, OwnError)
+        if noise is not None and isinstance(noise.error, CustomError)
         for record in receipt.phases
         if record.phase in noise.phases
         for problem in _own_size_problems(noise.error, record.phase, _cells_of(receipt, noise, record.phase))
@@ -314,7 +314,7 @@ def _cells_of(receipt: ReceiptContent, noise: OperatorNoise | ModuleNoise, phase
     ]
 
 
-def _own_size_problems(error: OwnError, phase: TablePhase, cells: list[Row]) -> list[str]:
+def _own_size_problems(error: CustomError, phase: TablePhase, cells: list[Row]) -> list[str]:
     elements = sum(cell.measured_elements for cell in cells)
     if not elements:
         return []  # Another check says that nothing was measured.

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 import polars as pl
 from pydantic import ConfigDict, PlainSerializer, SerializerFunctionWrapHandler, model_serializer
 
+from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.noise import AppliedError, Phase, requested_size
-from aqnpipe.config.own_noise import OwnError
 
 TablePhase = Phase | Literal["forward"]
 """A phase of a study, or a pass of a program of which no more is known."""
@@ -185,7 +185,9 @@ class Row:
         if not self.measured_elements:
             return None
         rounding = (self.rounding_squares / self.measured_elements) ** 0.5
-        return rounding if isinstance(self.error, OwnError) or rounding > _VISIBLE_ROUNDING * self.requested else None
+        return (
+            rounding if isinstance(self.error, CustomError) or rounding > _VISIBLE_ROUNDING * self.requested else None
+        )
 
     @property
     def is_lost(self) -> bool:

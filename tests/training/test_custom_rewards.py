@@ -6,8 +6,8 @@ import pytest
 from tiny_training import NOISE, run, training_spec, write_inputs
 
 from aqnpipe.artifacts.files import read_json, read_table
-from aqnpipe.artifacts.runs import OwnRewardMetrics, RunRecord
-from aqnpipe.config.own_code import source_digest
+from aqnpipe.artifacts.runs import CustomRewardMetrics, RunRecord
+from aqnpipe.config.custom_code import source_digest
 from aqnpipe.errors import NoRewardError, ReceiptError
 
 SOURCE = """
@@ -53,7 +53,7 @@ def test_a_run_learns_from_its_own_rewards_and_records_their_source(inputs, tmp_
     folder = run(training_spec(rewards=rewards), inputs, tmp_path / "run")
     record = read_json(folder / "run.json", RunRecord)
     assert record.config["training"]["rewards"][0]["source_sha256"] == digest
-    metrics = read_table(folder / "metrics.parquet", OwnRewardMetrics)
+    metrics = read_table(folder / "metrics.parquet", CustomRewardMetrics)
     # A length over 100, twice, is no multiple of the half that a right number gives; rewards may be below 0.
     assert any(reward % 0.5 for reward in metrics["reward_mean"].to_list())
     assert metrics["reward_mean"].min() < 0
@@ -77,7 +77,7 @@ def test_validations_use_the_scorer_of_the_study(inputs, tmp_path, module):
     scorer = f"{module}:everything"
     graded = {"scorer": scorer, "scorer_sha256": source_digest(scorer)}
     spec = training_spec(rewards=[own(module, "length")]).model_copy(update=graded)
-    metrics = read_table(run(spec, inputs, tmp_path / "run") / "metrics.parquet", OwnRewardMetrics)
+    metrics = read_table(run(spec, inputs, tmp_path / "run") / "metrics.parquet", CustomRewardMetrics)
     # A random model finds no number: by the scorer strict, no answer is right.
     assert metrics["validation_accuracy"].drop_nulls().to_list() == [1.0]
 

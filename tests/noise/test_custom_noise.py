@@ -9,7 +9,7 @@ from on_modules import on_modules
 import aqnpipe
 from aqnpipe.errors import ConfigError, ReceiptError
 from aqnpipe.machine import machine
-from aqnpipe.noise.kernels import own as kernel
+from aqnpipe.noise.kernels import custom as kernel
 
 GAUSSIAN = {"settings": {"scale": 0.05}}
 
@@ -128,7 +128,7 @@ def test_an_error_that_changes_nothing_is_refused(model, ids, own, run):
 
 
 def changed(change):
-    return lambda tensor, error, source: kernel.add_own_(tensor, *change(error, source))
+    return lambda tensor, error, source: kernel.add_custom_(tensor, *change(error, source))
 
 
 SABOTAGES = {

@@ -1,14 +1,13 @@
 """The error model of a user's own, put on a computed tensor.
 
 Its function gets a copy of the values and normal numbers of the tensor's keys. What it returns is refused in one line
-if it breaks the contract (`config.own_noise.ErrorFunction`).
+if it breaks the contract (`config.custom_code.ErrorFunction`).
 """
 
 import torch
 from torch import Tensor
 
-from aqnpipe.config.own_code import as_config_error, unchanged_function
-from aqnpipe.config.own_noise import OwnError
+from aqnpipe.config.custom_code import CustomError, as_config_error, unchanged_function
 from aqnpipe.errors import ConfigError
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
@@ -19,7 +18,7 @@ _CLOSE = 1e-5
 """Relative difference of an elementwise function on parts of a tensor, whose vector code may round differently."""
 
 
-def add_own_(tensor: Tensor, error: OwnError, source: NoiseStream) -> Tensor:
+def add_custom_(tensor: Tensor, error: CustomError, source: NoiseStream) -> Tensor:
     """Put a user's own error on `tensor` in place; 16-bit tensors are computed in float32 and rounded once.
 
     Raises ConfigError if the function's source has changed, or if it raises or returns anything but a finite tensor of
@@ -39,7 +38,7 @@ def normals_like(tensor: Tensor, dtype: torch.dtype, draws: int, source: NoiseSt
     return torch.stack(drawn) if drawn else tensor.new_empty((0, *tensor.shape), dtype=dtype)
 
 
-def checked_values(error: OwnError, values: Tensor, normals: Tensor) -> Tensor:
+def checked_values(error: CustomError, values: Tensor, normals: Tensor) -> Tensor:
     """Return what the function of `error` makes of `values`, which stay unchanged; ConfigError if it is not usable."""
     function, shape = error.function, tuple(values.shape)
     call = unchanged_function(function, error.source_sha256 or "")
@@ -60,7 +59,7 @@ def checked_values(error: OwnError, values: Tensor, normals: Tensor) -> Tensor:
     return found.detach()
 
 
-def refuse_unusable(error: OwnError) -> None:
+def refuse_unusable(error: CustomError) -> None:
     """Raise ConfigError if the function of `error` breaks its contract on numbers of many sizes, or has no effect.
 
     An effect need not show here if the announced size may be 0, as of errors that hit few elements.

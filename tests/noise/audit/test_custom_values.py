@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from aqnpipe.config.own_code import source_digest
-from aqnpipe.config.own_noise import OwnError
+from aqnpipe.config.custom_code import CustomError, source_digest
 from aqnpipe.noise.audit.expected_values import deviations, expected_values
 from aqnpipe.noise.audit.random_numbers import Draws
-from aqnpipe.noise.kernels.own import add_own_
+from aqnpipe.noise.kernels.custom import add_custom_
 from aqnpipe.noise.kernels.stream import NoiseStream
 
 CODE = """
@@ -34,7 +33,7 @@ def first(values, normals):
 @pytest.fixture
 def own(own_module):
     module = own_module(CODE)
-    return lambda name, draws=1: OwnError(
+    return lambda name, draws=1: CustomError(
         function=f"{module}:{name}", draws=draws, size=(0, 10), source_sha256=source_digest(f"{module}:{name}")
     )
 
@@ -51,19 +50,19 @@ def deviations_of(clean, used, error, elements):
 def test_every_value_of_the_kernel_is_within_what_rounding_explains(own, name, draws, dtype):
     clean = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
     error = own(name, draws)
-    used = add_own_(clean.clone(), error, NoiseStream(5, 3, 1))
+    used = add_custom_(clean.clone(), error, NoiseStream(5, 3, 1))
     assert deviations_of(clean, used, error, np.arange(0, clean.numel(), 3)).max() <= 1
 
 
 @pytest.mark.parametrize("other", [NoiseStream(6, 3, 1), NoiseStream(5, 4, 1), NoiseStream(5, 3, 2)])
 def test_numbers_of_another_key_call_or_stream_are_found(own, other):
     clean = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-    used = add_own_(clean.clone(), own("lognormal"), other)
+    used = add_custom_(clean.clone(), own("lognormal"), other)
     assert (deviations_of(clean, used, own("lognormal"), np.arange(1024)) > 1).mean() > 0.99
 
 
 @pytest.mark.parametrize("name", ["rows", "first"])
 def test_a_function_that_is_not_elementwise_contradicts_itself(own, name):
     clean = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-    used = add_own_(clean.clone(), own("rows"), NoiseStream(5, 3, 1))
+    used = add_custom_(clean.clone(), own("rows"), NoiseStream(5, 3, 1))
     assert (deviations_of(clean, used, own(name), np.arange(0, 1024, 7)) > 1).mean() > 0.9

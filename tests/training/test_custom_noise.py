@@ -6,11 +6,11 @@ from tiny_training import run, training_spec
 
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.config.own_code import source_digest
+from aqnpipe.config.custom_code import source_digest
 from aqnpipe.errors import ConfigError, ReceiptError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import RecorderState
-from aqnpipe.noise.schedule import with_own_sigmas
+from aqnpipe.noise.schedule import with_custom_sigmas
 from aqnpipe.training.noise_plan import NoisePlan
 
 CODE = """
@@ -58,7 +58,7 @@ def test_a_source_that_changed_after_planning_stops_the_run_before_it_starts(spe
     aqn = spec.arm.aqn.model_copy(update={"schedule": schedule})
     changed = spec.model_copy(update={"arm": spec.arm.model_copy(update={"aqn": aqn})})
     with pytest.raises(ConfigError, match="source_sha256 is 0"):
-        with_own_sigmas(changed)
+        with_custom_sigmas(changed)
 
 
 def test_measurements_survive_an_interruption(spec, model):

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from aqnpipe.config.own_code import source_digest
-from aqnpipe.config.own_noise import OwnError
+from aqnpipe.config.custom_code import CustomError, source_digest
 from aqnpipe.errors import ConfigError
+from aqnpipe.noise.kernels.custom import add_custom_, normals_like, refuse_unusable
 from aqnpipe.noise.kernels.gaussian import standard_normal
-from aqnpipe.noise.kernels.own import add_own_, normals_like, refuse_unusable
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
 
@@ -52,14 +51,14 @@ def own(own_module):
 
     def error(name, size=0.05, **given):
         function = f"{module}:{name}"
-        return OwnError(function=function, size=size, source_sha256=source_digest(function), **given)
+        return CustomError(function=function, size=size, source_sha256=source_digest(function), **given)
 
     return error
 
 
 def test_values_are_those_of_the_function_and_only_the_tensor_changes(own):
     tensor = torch.tensor([1.0, 2.0])
-    assert add_own_(tensor, own("shift", settings={"by": 0.5}, draws=0), SOURCE) is tensor
+    assert add_custom_(tensor, own("shift", settings={"by": 0.5}, draws=0), SOURCE) is tensor
     assert tensor.tolist() == [1.5, 2.5]
 
 
@@ -67,7 +66,7 @@ def test_values_are_those_of_the_function_and_only_the_tensor_changes(own):
 def test_the_first_draw_has_the_numbers_of_the_key_and_the_second_those_of_a_derived_one(own, dtype):
     first = standard_normal(6, SOURCE).reshape(2, 3)
     second = standard_normal(6, SOURCE._replace(key=derive_seed(5, "own draw", 1))).reshape(2, 3)
-    found = add_own_(torch.zeros(2, 3, dtype=dtype), own("two", draws=2), SOURCE)
+    found = add_custom_(torch.zeros(2, 3, dtype=dtype), own("two", draws=2), SOURCE)
     torch.testing.assert_close(found, (first + 10 * second).to(dtype))
     assert not torch.equal(first, second)
 
@@ -75,13 +74,13 @@ def test_the_first_draw_has_the_numbers_of_the_key_and_the_second_those_of_a_der
 def test_16_bits_are_widened_and_rounded_once(own):
     # In bfloat16 257 is no number; 256 + 0.5 + 0.5, rounded after each sum, would stay 256.
     tensor = torch.tensor([256.0], dtype=torch.bfloat16)
-    assert add_own_(tensor, own("shift", settings={"by": 1.5}, draws=0), SOURCE).item() == 258.0
+    assert add_custom_(tensor, own("shift", settings={"by": 1.5}, draws=0), SOURCE).item() == 258.0
 
 
 def test_elements_are_numbered_as_they_lie_in_memory(own):
     error = own("gaussian", settings={"scale": 1.0})
-    dense = add_own_(torch.zeros(3, 4), error, SOURCE)
-    transposed = add_own_(torch.zeros(3, 4).t(), error, SOURCE)
+    dense = add_custom_(torch.zeros(3, 4), error, SOURCE)
+    transposed = add_custom_(torch.zeros(3, 4).t(), error, SOURCE)
     assert torch.equal(transposed, dense.t())
 
 
@@ -105,18 +104,18 @@ def test_draws_are_independent(own):
 )
 def test_what_a_function_may_not_return_is_one_line(own, name, says):
     with pytest.raises(ConfigError, match=says) as found:
-        add_own_(torch.full((2, 3), -1.0), own(name), SOURCE)
+        add_custom_(torch.full((2, 3), -1.0), own(name), SOURCE)
     assert "\n" not in str(found.value)
 
 
 def test_values_that_are_not_finite_before_may_stay_so(own):
-    assert add_own_(torch.tensor([torch.inf]), own("shift", settings={"by": 1}, draws=0), SOURCE).item() == torch.inf
+    assert add_custom_(torch.tensor([torch.inf]), own("shift", settings={"by": 1}, draws=0), SOURCE).item() == torch.inf
 
 
 def test_a_source_that_changed_after_planning_is_refused(own):
     error = own("nothing").model_copy(update={"source_sha256": "0" * 64})
     with pytest.raises(ConfigError, match="its source changed after the run was planned"):
-        add_own_(torch.ones(2), error, SOURCE)
+        add_custom_(torch.ones(2), error, SOURCE)
 
 
 @pytest.mark.parametrize(

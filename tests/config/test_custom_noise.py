@@ -6,11 +6,10 @@ import pytest
 import yaml
 
 from aqnpipe.config.arm import Arm
+from aqnpipe.config.custom_code import CustomError, source_digest
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.generation import why_vllm_cannot_roll_out
 from aqnpipe.config.noise import AdaptiveNoise, ModuleNoise, OperatorNoise
-from aqnpipe.config.own_code import source_digest
-from aqnpipe.config.own_noise import OwnError
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study_file, read_arms
 from aqnpipe.config.yaml_file import validated
@@ -26,7 +25,7 @@ def module(own_module):
 
 
 def error_of(function, **given):
-    return validated(OwnError, {"function": function, "size": 0.05, **given}, "arms.yaml")
+    return validated(CustomError, {"function": function, "size": 0.05, **given}, "arms.yaml")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import yaml
 
 from aqnpipe.config.study import read_arms
 from aqnpipe.noise.measure_arm import measure_arm
-from aqnpipe.noise.schedule import own_sigmas
+from aqnpipe.noise.schedule import custom_sigmas
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "your-own-noise.md"
@@ -31,7 +31,7 @@ def test_the_page_s_arm_has_its_noise_and_its_schedule(tmp_path, monkeypatch, mo
     receipt = measure_arm(model, arm).check()
     assert receipt.measured_scale("rollout")[0] == pytest.approx(0.05, rel=0.1)
     # Two falls from 0.01 to 0 along a cosine in 4 steps.
-    assert own_sigmas(arm.aqn.schedule, 4, 1) == pytest.approx((0.01, 0.005, 0.01, 0.005, 0.01))
+    assert custom_sigmas(arm.aqn.schedule, 4, 1) == pytest.approx((0.01, 0.005, 0.01, 0.005, 0.01))
 
 
 def test_sizes_that_the_example_announces_are_those_of_its_formulas(monkeypatch):
