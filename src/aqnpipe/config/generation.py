@@ -9,7 +9,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.evaluation_noise import EvaluationNoise
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import ErrorModel, FakeQuantization
+from aqnpipe.config.noise import ErrorModel, FakeQuantization, is_fixed
 from aqnpipe.config.own_noise import OwnError
 
 RequestedBackend = Literal["auto", "transformers", "vllm"]
@@ -79,8 +79,8 @@ class GenerationConfig(FrozenModel):
 
 
 def is_without_vllm(error: ErrorModel) -> bool:
-    """Return whether vLLM cannot compute an error: formats of operands, measured errors and those of a user's own."""
-    return isinstance(error, FakeQuantization | MeasuredError | OwnError)
+    """Return whether vLLM cannot compute an error: of operands, measured, fixed (attention), or a user's own."""
+    return isinstance(error, FakeQuantization | MeasuredError | OwnError) or is_fixed(error)
 
 
 def kinds_without_vllm(noise: EvaluationNoise) -> Iterator[str]:
