@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import aqnpipe
 from aqnpipe.config.evaluation import EvaluationNoise
+from aqnpipe.config.generation import is_without_vllm
 from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian, machine_stream
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.machine import machine as machine_module
@@ -163,3 +164,8 @@ def test_a_function_that_is_computed_again_has_the_same_error(make_model, ids):
         checkpoint(product, inputs, use_reentrant=False).sum().backward()
     assert len(results) == 2
     assert torch.equal(*results)
+
+
+def test_vllm_cannot_be_a_fixed_machine():
+    assert is_without_vllm(FIXED)
+    assert not is_without_vllm(RelativeGaussian(scale=0.05))

@@ -78,10 +78,7 @@ class GenerationConfig(FrozenModel):
 
 
 def is_without_vllm(error: ErrorModel) -> bool:
-    """Return whether vLLM cannot compute an error: formats of operands, measured errors and those of a user's own.
-
-    Nor can it be a fixed machine, because it computes attention as one operator.
-    """
+    """Return whether vLLM cannot compute an error: of operands, measured, fixed (attention), or a user's own."""
     return isinstance(error, FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
 
 

@@ -460,7 +460,8 @@ class OperatorAudit:
         return derived_key(self.request.seed, stream, *self.request.position, passed, number, application)
 
     def _key(self, stream: str, passed: int, part: int) -> int:
-        error = self.request.error_at(part)
+        # Errors on modules, such as AQN's on hidden states, have streams of their own.
+        error = self.request.error_at(part) if stream in (self.request.stream, "backward") else None
         if isinstance(error, RelativeGaussian) and error.is_fixed:
             return derived_key(*error.key_of_machine(self.request.seed, self.request.machine))
         found = self._keys.get((stream, passed, part))
