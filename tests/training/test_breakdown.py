@@ -49,6 +49,15 @@ def test_beyond_its_bound_a_quantity_stops_the_run_before_the_optimiser(inputs, 
     assert_nothing_kept(tmp_path)
 
 
+def test_gradients_beyond_float16_stop_the_run_and_name_the_loss_scale(inputs, tmp_path, updates):
+    spec = training_spec(NOISE, dtype="float16", loss_scale=2**40)
+    match = r"^base/test seed 0: grad_norm is (inf|nan) at step 1, run stopped .* a lower training.loss_scale may help$"
+    with pytest.raises(TrainingError, match=match):
+        run(spec, inputs, tmp_path / "run")
+    assert updates == []
+    assert_nothing_kept(tmp_path)
+
+
 def test_a_loss_that_is_no_number_stops_the_run_before_the_optimiser(inputs, tmp_path, updates, make_model):
     broken = write_inputs(tmp_path, make_model)
     weights = load_file(broken.model / "model.safetensors")

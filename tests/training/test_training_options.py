@@ -102,10 +102,11 @@ def test_mini_batches_without_noise_start_on_policy(inputs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weights_dtype", "stored"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)], ids=str
+    ("dtype", "weights_dtype"),
+    [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32"), ("float16", "bfloat16")],
 )
 def test_forward_passes_compute_in_the_models_format_on_weights_in_their_own(
-    inputs, tmp_path, monkeypatch, weights_dtype, stored
+    inputs, tmp_path, monkeypatch, dtype, weights_dtype
 ):
     formats = set()
     handle = nn.modules.module.register_module_forward_hook(
@@ -115,13 +116,13 @@ def test_forward_passes_compute_in_the_models_format_on_weights_in_their_own(
         )
     )
     try:
-        spec = training_spec(NOISE, AQN, dtype="bfloat16", weights_dtype=weights_dtype)
+        spec = training_spec(NOISE, AQN, dtype=dtype, weights_dtype=weights_dtype)
         folder = run(spec, inputs, tmp_path / "run")
     finally:
         handle.remove()
-    assert formats == {torch.bfloat16}
+    assert formats == {getattr(torch, dtype)}
     weights = load_file(folder / "checkpoints" / "step2" / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {stored}
+    assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, weights_dtype)}
     assert metrics(folder)["kl"][1] > 0
 
 
@@ -164,9 +165,27 @@ def test_a_prompt_longer_than_allowed_is_refused_at_the_start(inputs, tmp_path):
     run(training_spec(max_prompt_tokens=50, num_steps=1), inputs, tmp_path / "fits")
 
 
-def test_float16_is_refused(inputs, tmp_path):
-    with pytest.raises(ConfigError, match=r"models\.base\.dtype: training computes in float32 or bfloat16"):
-        run(training_spec(dtype="float16"), inputs, tmp_path / "run")
+def test_the_loss_scale_keeps_small_gradients_of_float16(inputs, tmp_path, monkeypatch):
+    """Against those of float32; without a scale, gradients below 3e-8 vanish in float16."""
+    found = {}
+    clip = NoisyGRPOTrainer._clip_grad_norm
+
+    def noted(self, model):
+        norm = clip(self, model)
+        found[name] = torch.cat([weight.grad.flatten() for weight in model.model.layers.parameters()])
+        return norm
+
+    monkeypatch.setattr(NoisyGRPOTrainer, "_clip_grad_norm", noted)
+    for name, settings in {
+        "float32": {},
+        "default": {"dtype": "float16"},
+        "none": {"dtype": "float16", "loss_scale": 1},
+    }.items():
+        run(training_spec(num_steps=1, kl_coefficient=0.0, **settings), inputs, tmp_path / name)
+    exact = found.pop("float32")
+    small = (exact != 0) & (exact.abs() < exact.abs().median() / 100)
+    errors = {name: ((values - exact).abs() / exact.abs())[small].median().item() for name, values in found.items()}
+    assert errors["none"] > 4 * errors["default"]
 
 
 def test_tensorboard_gets_the_sigmas_beside_the_run_and_changes_nothing_in_it(inputs, tmp_path, monkeypatch):

@@ -140,7 +140,7 @@ def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool 
         "shuffle_dataset": True,
         "vllm_importance_sampling_correction": correction is not None,
         "seed": spec.random_seed,
-        "bf16": spec.training.lora is None and spec.dtype != training.weights_dtype,
+        "bf16": spec.training.lora is None and spec.dtype not in ("float16", training.weights_dtype),
         "gradient_checkpointing": training.gradient_checkpointing,
     }
 

@@ -12,7 +12,7 @@ from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Counterpart, Fault
-from aqnpipe.config.training import TrainingConfig
+from aqnpipe.config.training import DEFAULT_LOSS_SCALE, TrainingConfig
 from aqnpipe.device import RequestedDevice
 
 
@@ -42,6 +42,11 @@ class TrainingSpec(FrozenModel):
     def random_seed(self) -> int:
         """Seed of the run's prompts, sampling and noise."""
         return self.seed + self.arm.seed_offset
+
+    @property
+    def loss_scale(self) -> int:
+        """Factor on the loss while gradients are computed in float16; 1 in other formats."""
+        return (self.training.loss_scale or DEFAULT_LOSS_SCALE) if self.dtype == "float16" else 1
 
 
 class ParitySpec(FrozenModel):

@@ -15,6 +15,9 @@ ReportTo = Literal["tensorboard", "wandb"]
 Keep = Literal["last", "best", "all"]
 """Which checkpoints of a run keep their weights once all are evaluated; `best`: most accurate at the lowest level."""
 
+DEFAULT_LOSS_SCALE = 1024
+"""Of models in float16: a gradient may then be between 6e-11 and 64."""
+
 RESUME_BYTES_PER_SECOND = 1e9
 """Assumed rate at which a worker writes and hashes its part of a resume point, until a run has measured it."""
 
@@ -123,6 +126,13 @@ class TrainingConfig(FrozenModel):
         description="number format of the stored and updated weights; forward passes compute in the model's dtype, "
         "adapters in this one",
     )
+    loss_scale: int | None = Field(
+        default=None,
+        ge=1,
+        exclude_if=lambda scale: scale is None,
+        description="models in float16: a power of two by which the loss is multiplied, so that small gradients do not "
+        f"vanish, and gradients are divided before they are used; null: {DEFAULT_LOSS_SCALE}; the same in all steps",
+    )
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass instead of storing them"
     )
@@ -164,6 +174,12 @@ class TrainingConfig(FrozenModel):
     def _shares_need_workers(self) -> Self:
         if self.parallelism == "fsdp" and self.num_workers == 1:
             raise ValueError("parallelism is fsdp with num_workers 1, expected several workers to share the weights")
+        return self
+
+    @model_validator(mode="after")
+    def _loss_scale_rounds_nothing(self) -> Self:
+        if self.loss_scale is not None and self.loss_scale.bit_count() != 1:
+            raise ValueError(f"loss_scale {self.loss_scale}: expected a power of two, which rounds nothing")
         return self
 
     @model_validator(mode="after")

@@ -15,7 +15,14 @@ from aqnpipe.report.claims import MAX_CLAIMS_PER_LOOK, claim_text, look_table
 from aqnpipe.report.inputs import Diagnosis, Evaluated, ReportData, Run
 from aqnpipe.report.machines import MachineScale
 from aqnpipe.report.tables import Figure, PanelGroup, Part, RunLink, Section, Table
-from aqnpipe.report.training import engine_sentences, growth_sentences, leap_sentences, leap_table, leaps
+from aqnpipe.report.training import (
+    distance_table,
+    engine_sentences,
+    growth_sentences,
+    leap_sentences,
+    leap_table,
+    leaps,
+)
 from aqnpipe.report.words import Words
 
 MINUTE = 60.0
@@ -349,7 +356,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
             )
             for group in _pictures(trained)
         ),
-        tables=(*([leap_table(found, words)] if found else []), *curves),
+        tables=(*([leap_table(found, words)] if found else []), distance_table(runs, words), *curves),
         alerts=alerts,
     )
 

@@ -111,6 +111,30 @@ def _leaps_of(run: Run, metric: str) -> Iterator[Leap]:
             yield Leap(run.model, run.arm, run.seed, metric, step, value, nearby)
 
 
+def distance_table(runs: Sequence[Run], words: Words) -> Table:
+    """Return how far sampler and trained policy are apart in the runs of each model, number format and arm."""
+    of_runs = pl.concat(
+        run.metrics.select(
+            pl.lit(run.model).alias("model"),
+            pl.lit(str(run.record.config["dtype"])).alias("format"),
+            pl.lit(run.arm).alias("arm"),
+            pl.col("logp_difference_mean", "sampler_kl").mean(),
+            pl.col("logp_difference_max").max(),
+        )
+        for run in runs
+    )
+    mean = pl.col("logp_difference_mean")
+    groups = of_runs.group_by("model", "format", "arm").agg(
+        pl.len().alias("runs"),
+        mean.mean().alias("mean"),
+        mean.min().alias("lowest"),
+        mean.max().alias("highest"),
+        pl.col("logp_difference_max").max().alias("largest"),
+        pl.col("sampler_kl").mean(),
+    )
+    return table("distances", groups.sort("model", "format", "arm").iter_rows(named=True), words)
+
+
 def growth_sentences(runs: Sequence[Run], words: Words) -> list[str]:
     """Return a sentence for each of the runs whose distance has grown the most, and how many more there are."""
     growths = [(run, run.record.training.distance_growth) for run in runs if run.record.training]

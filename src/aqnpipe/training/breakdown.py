@@ -10,6 +10,8 @@ from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import TrainingError
 from aqnpipe.models.shares import local
 
+_SETTINGS = "learning_rate or max_grad_norm"
+
 
 class BreakdownGuard(TrainerCallback):
     """Stops a run with one line that names the run, the step and the quantity.
@@ -18,15 +20,17 @@ class BreakdownGuard(TrainerCallback):
     run the guard checks the weights after every step, before another callback saves them.
     """
 
-    def __init__(self, label: str, training: TrainingConfig) -> None:
+    def __init__(self, label: str, training: TrainingConfig, loss_scale: int = 1) -> None:
         self._label = label
+        self._loss_scale = loss_scale
         self._bounds = {"loss": training.stop_loss, "grad_norm": training.stop_grad_norm}
 
     def check(self, quantity: str, value: float, step: int) -> None:
         """Raise TrainingError if loss or grad_norm of optimiser step `step` is not finite or exceeds its bound."""
         bound = self._bounds[quantity]
         if not math.isfinite(value):
-            self._stop(f"{quantity} is {value}", f"at step {step}")
+            overflow = quantity == "grad_norm" and self._loss_scale > 1
+            self._stop(f"{quantity} is {value}", f"at step {step}", "training.loss_scale" if overflow else _SETTINGS)
         if abs(value) > bound:
             self._stop(f"{quantity} is {value:.4g}, beyond stop_{quantity} {bound:g},", f"at step {step}")
 
@@ -43,8 +47,7 @@ class BreakdownGuard(TrainerCallback):
             if not is_finite:
                 self._stop(f"{name} is not finite", f"after step {state.global_step}")
 
-    def _stop(self, what: str, when: str) -> None:
+    def _stop(self, what: str, when: str, settings: str = _SETTINGS) -> None:
         raise TrainingError(
-            f"{self._label}: {what} {when}, run stopped before this step was saved; a lower learning_rate or "
-            "max_grad_norm may help"
+            f"{self._label}: {what} {when}, run stopped before this step was saved; a lower {settings} may help"
         )

@@ -43,13 +43,16 @@ def load_policy(spec: TrainingSpec, folder: Path) -> PreTrainedModel:
     return model
 
 
-def compute_in_bfloat16(model: PreTrainedModel) -> None:
-    """Make forward passes of a float32 model compute in bfloat16 and return float32, as accelerate does."""
-    model.forward = convert_outputs_to_fp32(
-        torch.autocast(device_type=model.device.type, dtype=torch.bfloat16)(model.forward)
-    )
+def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make forward passes of a float32 model compute in 16-bit `dtype` and return float32, as accelerate does."""
+    model.forward = convert_outputs_to_fp32(torch.autocast(device_type=model.device.type, dtype=dtype)(model.forward))
 
 
-def computes_in_mixed_precision(spec: TrainingSpec) -> bool:
-    """Return True if forward passes compute in another number format than that of the stored weights."""
-    return spec.training.lora is None and spec.dtype != spec.training.weights_dtype
+def autocast_dtype(spec: TrainingSpec) -> torch.dtype | None:
+    """Return the format in which forward passes compute if it is not that of the stored weights; None if it is.
+
+    As in accelerate, a model in float32 whose weights are stored in bfloat16 computes in bfloat16.
+    """
+    if spec.training.lora is not None or spec.dtype == spec.training.weights_dtype:
+        return None
+    return torch.float16 if spec.dtype == "float16" else torch.bfloat16

@@ -43,7 +43,7 @@ from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
 from aqnpipe.training.checkpoints import CheckpointWriter
 from aqnpipe.training.noise_plan import NoisePlan, build_noise_plan
-from aqnpipe.training.policy import computes_in_mixed_precision, load_policy
+from aqnpipe.training.policy import autocast_dtype, load_policy
 from aqnpipe.training.ranks import rank_and_size
 from aqnpipe.training.resume import ResumePoints
 from aqnpipe.training.rollout_backend import merges_adapters, open_rollouts
@@ -206,7 +206,7 @@ def _build_trainer(
         shard_model(model, torch.device(torch_device(device, local_device_index(device))))
     weights = weights_sha256(inputs.model) if inputs.sigmas else None
     plan = build_noise_plan(spec, model, inputs.sigmas, weights)
-    guard = BreakdownGuard(run_label(spec), spec.training)
+    guard = BreakdownGuard(run_label(spec), spec.training, spec.loss_scale)
     audit = TrainingAudit(
         spec,
         model,
@@ -233,6 +233,8 @@ def _build_trainer(
         resume_points=resume_points,
         validation_accuracy=validation.accuracy,
         tokens_per_micro_batch=spec.training.tokens_per_micro_batch,
+        autocast_dtype=autocast_dtype(spec),
+        loss_scale=spec.loss_scale,
         callbacks=[
             guard,
             CleanWeightsCallback(plan.recorder),
@@ -358,16 +360,8 @@ def _metrics_table(
 
 
 def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu") -> GRPOConfig:
-    """Return the study's settings as TRL's; defaults of TRL that differ from the published recipe are set explicitly.
-
-    Raises ConfigError for float16, which would need a loss scaler.
-    """
+    """Return the study's settings as TRL's; TRL's defaults that differ from the published recipe are set explicitly."""
     training, correction = spec.training, spec.arm.importance_sampling
-    if spec.dtype == "float16":
-        raise ConfigError(
-            f"models.{spec.model_role}.dtype: training computes in float32 or bfloat16, found float16 (its small "
-            "gradients vanish without a loss scaler)"
-        )
     return GRPOConfig(
         output_dir=str(folder / "trainer"),
         seed=spec.random_seed,
@@ -400,7 +394,7 @@ def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu")
         use_bias_correction_kl=False,
         # The study has no term that balances experts.
         router_aux_loss_coef=0.0,
-        bf16=computes_in_mixed_precision(spec),
+        bf16=autocast_dtype(spec) == torch.bfloat16,
         gradient_checkpointing=training.gradient_checkpointing,
         # A reentrant checkpoint recomputes layers without the hooks of the forward pass, and so without noise.
         gradient_checkpointing_kwargs={"use_reentrant": False},

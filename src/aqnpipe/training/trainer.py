@@ -36,7 +36,7 @@ from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.micro_batches import Batch, Group, groups_by_tokens, micro_batches
 from aqnpipe.training.noise_plan import NoisePlan
-from aqnpipe.training.policy import BaseWeights, compute_in_bfloat16
+from aqnpipe.training.policy import BaseWeights, compute_in
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.resume import ResumePoints, load_rank_state, load_tensors, own_tensors, save_rank_state
 from aqnpipe.training.sampler_distance import SamplerDistance
@@ -92,10 +92,13 @@ class NoisyGRPOTrainer(GRPOTrainer):
         resume_points: ResumePoints,
         validation_accuracy: dict[int, float],
         tokens_per_micro_batch: int | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        loss_scale: int = 1,
         **kwargs: Any,
     ) -> None:
         self.noise_plan = noise_plan
         self._tokens_per_micro_batch = tokens_per_micro_batch
+        self.loss_scale = loss_scale
         self._micro_batches: list[list[Batch]] = []
         self._micro_step = 0
         self.validation_accuracy = validation_accuracy
@@ -112,12 +115,14 @@ class NoisyGRPOTrainer(GRPOTrainer):
             # accelerate would wrap it in data parallelism, which refuses shares. With this mark it leaves it alone.
             model._is_accelerate_prepared = True
         super().__init__(model=model, args=args, **kwargs)
-        if is_sharded(model):
-            if args.bf16:
-                compute_in_bfloat16(model)
-            reference: Any = getattr(self, "ref_model", None)
-            if reference is not None:
-                shard_model(reference, self.accelerator.device, is_trained=False)
+        reference: Any = getattr(self, "ref_model", None)
+        # accelerate computes in bfloat16 by itself (`args.bf16`), but for sharded models; float16 it refuses on CPUs.
+        if autocast_dtype is not None and (is_sharded(model) or not args.bf16):
+            compute_in(model, autocast_dtype)
+        if autocast_dtype is not None and reference is not None and not args.bf16:
+            compute_in(reference, autocast_dtype)
+        if is_sharded(model) and reference is not None:
+            shard_model(reference, self.accelerator.device, is_trained=False)
         if kl_coefficient and has_adapters(model):
             args.beta = self.beta = kl_coefficient
             self.ref_model = BaseWeights()
@@ -313,7 +318,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
             ):
                 with self.compute_loss_context_manager():
                     loss = self.compute_loss(model, batch)
-                self.accelerator.backward(loss)
+                self.accelerator.backward(loss * self.loss_scale)
             losses.append(loss.detach())
             self._guard.check("loss", loss.item(), self.state.global_step + 1)
             self.noise_plan.recorder.count_backward(self.state.global_step)
@@ -349,6 +354,11 @@ class NoisyGRPOTrainer(GRPOTrainer):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Clip the gradients of the step, after those that FSDP leaves to the workers have been averaged."""
+        if self.loss_scale != 1:
+            # A power of two, so that this rounds nothing.
+            torch._foreach_div_(
+                [weight.grad for weight in model.parameters() if weight.grad is not None], self.loss_scale
+            )
         if is_sharded(self.policy):
             average_whole_gradients(self.policy)
         return super()._clip_grad_norm(model)

@@ -56,6 +56,14 @@ HONEST = {
     "noise that bfloat16 swallows": training_spec(SWALLOWED, AQN, dtype="bfloat16"),
     "bfloat16 weights": training_spec(NOISE, AQN, dtype="bfloat16", weights_dtype="bfloat16"),
     "adapters in bfloat16": training_spec(NOISE, AQN, lora={**LORA, "dropout": 0.1}, dtype="bfloat16"),
+    "float16": training_spec(NOISE, AQN, dtype="float16"),
+    "adapters in float16": training_spec(NOISE, AQN, lora={**LORA, "dropout": 0.1}, dtype="float16", loss_scale=2**16),
+    "checkpointing in float16": training_spec(
+        {**NOISE, "operators": "all"}, AQN, dtype="float16", loss_scale=1, gradient_checkpointing=True
+    ),
+    "clean in float16, by tokens": training_spec(
+        dtype="float16", weights_dtype="bfloat16", loss_scale=2**20, max_grad_norm=0.1, **BY_TOKENS
+    ),
     "checkpointing": training_spec(NOISE, AQN, gradient_checkpointing=True),
     "optimiser": training_spec(
         learning_rate_schedule="linear", warmup_steps=1, weight_decay=0.1, adam_beta1=0.8, max_grad_norm=0.1
@@ -196,6 +204,7 @@ def masked_reference(self, original, model, phase, *args, **kwargs):
 
 
 KL = {"kl_coefficient": 0.05}
+HALF = {"dtype": "float16"}
 SABOTAGES = {
     "learning rate": (with_argument(learning_rate=2e-3), {}, "learning_rate is 0.002, the study asks for 0.001"),
     "KL sign": (
@@ -283,6 +292,41 @@ SABOTAGES = {
         {},
         "the loss is scaled by 2",
     ),
+    "loss scale not taken off": (
+        around(
+            NoisyGRPOTrainer, "_clip_grad_norm", lambda o: lambda self, model: GRPOTrainer._clip_grad_norm(self, model)
+        ),
+        {**HALF, "max_grad_norm": 1e4},
+        r"the optimiser's gradient in step 1 is 1024 times the sum",
+    ),
+    "loss scale taken off some weights": (
+        around(
+            NoisyGRPOTrainer,
+            "_clip_grad_norm",
+            lambda o: (
+                lambda self, model: (model.model.layers[0].mlp.down_proj.weight.grad.mul_(1024), o(self, model))[1]
+            ),
+        ),
+        HALF,
+        "is not the sum of its micro-batches",
+    ),
+    "loss not scaled": (
+        around(Accelerator, "backward", lambda o: lambda self, loss, **k: o(self, loss / 1024, **k)),
+        HALF,
+        "the loss is scaled by",
+    ),
+    "another loss scale": (with_attribute(loss_scale=2), HALF, "multiplies the loss by 2, the study asks for 1024"),
+    "a loss scale without float16": (
+        with_attribute(loss_scale=2),
+        {},
+        "multiplies the loss by 2, the study asks for 1",
+    ),
+    "bfloat16 in place of float16": (
+        around(trainer, "compute_in", lambda o: lambda model, dtype: o(model, torch.bfloat16)),
+        HALF,
+        "bfloat16",
+    ),
+    "float32 in place of float16": (around(trainer, "compute_in", lambda o: lambda *a: None), HALF, "float32"),
     "old log-probabilities of other rows": (
         with_inputs(lambda i: {**i, "old_per_token_logps": i["old_per_token_logps"].roll(1, 0)}),
         OFF_POLICY,

@@ -99,13 +99,14 @@ class _MicroBatch:
     values: list[float]
     directions: Tensor
     rounding: float
+    loss_scale: int = 1
     gradient: Tensor | None = None
 
     def note(self, gradient: Tensor) -> None:
         """Add a gradient at the logits."""
         with unobserved():
             index = torch.tensor(self.cells, device=gradient.device)
-            kept = gradient.detach()[index[:, 0], index[:, 1]].double().cpu()
+            kept = gradient.detach()[index[:, 0], index[:, 1]].double().cpu() / self.loss_scale
         self.gradient = kept if self.gradient is None else self.gradient + kept
 
 
@@ -157,7 +158,7 @@ class ScoringAudit:
         if kind != "trained":
             self._keep(rows, cells, values, kind)
             return
-        batch = _MicroBatch(rows, cells, values, directions, rounding_of(logits.dtype))
+        batch = _MicroBatch(rows, cells, values, directions, rounding_of(logits.dtype), self._spec.loss_scale)
         self._batches.append(batch)
         if logits.requires_grad:
             logits.register_hook(batch.note)

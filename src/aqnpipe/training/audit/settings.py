@@ -21,7 +21,7 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.adapters import adapted_modules
 from aqnpipe.models.allowed_keys import load_config
 from aqnpipe.models.layout import dropout_rates
-from aqnpipe.training.policy import computes_in_mixed_precision
+from aqnpipe.training.policy import autocast_dtype
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -79,10 +79,13 @@ def held_problems(trainer: Any, spec: TrainingSpec) -> Iterator[str]:
     for name, value in _FIXED_ATTRIBUTES.items():
         if getattr(trainer, name, value) not in (value, [] if value is None else value):
             yield f"the trainer's {name} is {getattr(trainer, name)!r}, the study asks for {value!r}"
-    precision, held = "bf16" if computes_in_mixed_precision(spec) else "no", trainer.accelerator.mixed_precision
+    precision = "bf16" if autocast_dtype(spec) == torch.bfloat16 else "no"
+    held = trainer.accelerator.mixed_precision
     if held != precision:
         variable = ", set by the environment variable ACCELERATE_MIXED_PRECISION" if _PRECISION in os.environ else ""
         yield f"the trainer's mixed precision is {held}{variable}, the study asks for {precision}"
+    if trainer.loss_scale != spec.loss_scale:
+        yield f"the trainer multiplies the loss by {trainer.loss_scale}, the study asks for {spec.loss_scale}"
     if trainer.use_vllm != (spec.arm.importance_sampling is not None):
         yield f"the trainer's importance sampling correction is {trainer.use_vllm}, the arm asks for the opposite"
     if [float(weight) for weight in trainer.reward_weights] != [1.0]:

@@ -89,7 +89,7 @@ class Updates:
     def _gradient_hook(self, place: int, index: tuple[int, ...]) -> Callable[[Tensor], None]:
         def note(gradient: Tensor) -> None:
             with unobserved():
-                self._arrived.append((place, gradient.detach()[index].double()))
+                self._arrived.append((place, gradient.detach()[index].double() / self._spec.loss_scale))
 
         return note
 
