@@ -171,7 +171,7 @@ SHARES = [{"linear.q_proj": [LEFT]}, {"linear.q_proj": [RIGHT]}]
 
 def cell(operator, elements, calls=2, scale=SCALE):
     sums = {"measured_elements": elements, "squares": elements * scale**2}
-    return Row("evaluation", None, 0, operator, ERROR, calls=calls, elements=elements, **sums)
+    return Row("evaluation", None, 0, operator, error=ERROR, calls=calls, elements=elements, **sums)
 
 
 PHASE = Row("evaluation", passes=2, audited_passes={"several tokens": 1, "one token": 1}, recomputed=50, compared=100)

@@ -73,5 +73,5 @@ def test_a_gradient_that_is_lost_behind_the_logits_is_refused(tmp_path, make_mod
             logits.register_hook(torch.zeros_like)
 
     monkeypatch.setattr(ScoringAudit, "observe", observed)
-    with pytest.raises(ReceiptError, match=rf"receipt refused after step {step}: .*backward noise has no size"):
+    with pytest.raises(ReceiptError, match=rf"receipt invalid after step {step}: .*backward noise has no size"):
         run(spec, write_inputs(tmp_path, make_model), tmp_path / "run")

@@ -246,5 +246,5 @@ def test_gradients_of_one_worker_may_all_be_zero_but_not_those_of_all(measuremen
         assert elements > 0
         assert scale == pytest.approx(0.05, rel=0.1)
         return
-    with pytest.raises(ReceiptError, match="receipt refused: backward noise has no size"):
+    with pytest.raises(ReceiptError, match="receipt invalid: backward noise has no size"):
         merged_receipt(recorder, workers)

@@ -48,7 +48,7 @@ def test_rows_about_different_things_are_not_added_up(one, another):
 
 
 def test_columns_without_a_value_are_not_written():
-    state = RecorderState(rows=(Row("rollout", 0, 0, "mm", SMALL, sequences=0, calls=2),))
+    state = RecorderState(rows=(Row("rollout", 0, 0, "mm", error=SMALL, sequences=0, calls=2),))
     text = state.model_dump_json()
     (row,) = json.loads(text)["rows"]
     assert row.pop("error")["kind"] == "relative_gaussian"
@@ -59,7 +59,7 @@ def test_columns_without_a_value_are_not_written():
 def test_a_phase_is_the_sum_of_its_rows_without_faults_and_aqn():
     rows = (
         Row("rollout", 0, passes=2),
-        Row("rollout", None, 1, "mm", SMALL, calls=4),
+        Row("rollout", None, 1, "mm", error=SMALL, calls=4),
         Row("backward", None, 1, fault_operator(0), calls=8),
         Row("rollout", 1, passes=1),
     )
