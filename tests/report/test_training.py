@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
-from aqnpipe.report.training import leap_sentences, leap_table, leaps, smoothed_by_arm
+from aqnpipe.report.training import distance_table, leap_sentences, leap_table, leaps, smoothed_by_arm
 from aqnpipe.report.words import load_words
 
 
@@ -21,6 +21,25 @@ def run(kl, loss=None, validations=None):
         schema_overrides={"validation_accuracy": pl.Float64},
     )
     return SimpleNamespace(model="base", arm="E5", seed=1, metrics=table)
+
+
+def distances(number_format, means, largest, kl):
+    table = pl.DataFrame({"logp_difference_mean": means, "logp_difference_max": largest, "sampler_kl": kl})
+    record = SimpleNamespace(config={"dtype": number_format})
+    return SimpleNamespace(model="base", arm="E5", metrics=table, record=record)
+
+
+def test_the_distance_of_sampler_and_policy_is_that_of_a_number_format():
+    runs = [
+        distances("float16", [0.001, 0.003], [0.02, 0.5], [0.0001, 0.0003]),
+        distances("bfloat16", [0.02, 0.04], [0.9, 0.1], [0.01, 0.01]),
+        distances("bfloat16", [0.05, 0.05], [0.2, 0.1], [0.03, 0.03]),
+    ]
+    rows = [row.cells for row in distance_table(runs, load_words("en")).rows]
+    assert rows == [
+        ("base", "bfloat16", "E5", "2", "0.04", "0.03", "0.05", "0.9", "0.02"),
+        ("base", "float16", "E5", "1", "0.002", "0.002", "0.002", "0.5", "0.0002"),
+    ]
 
 
 def test_a_spike_is_one_leap_at_its_step():

@@ -193,7 +193,7 @@ def record(stage: str, arm: str, seed: int, step: int, config: Mapping[str, obje
     return RunRecord(
         stage=stage,
         identity={"model": "base", "arm": arm, "seed": seed, "step": step},
-        config={"model_role": "base", "arm_id": arm, "seed": seed, "step": step, **config},
+        config={"model_role": "base", "arm_id": arm, "seed": seed, "step": step, "dtype": "float32", **config},
         code_digest="0123456789abcdef",
         inputs_sha256={"test_problems": "ab" * 32, "weights": f"{derive_seed(seed, arm):064x}"},
         versions={"aqnpipe": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"},

@@ -32,6 +32,8 @@ RUNS = {
     "adapters, data": {"lora": LORA, "dtype": "bfloat16"},
     "bfloat16": {"parallelism": "fsdp", "dtype": "bfloat16", "gradient_checkpointing": True},
     "bfloat16, data": {"dtype": "bfloat16", "gradient_checkpointing": True},
+    "float16": {"parallelism": "fsdp", "dtype": "float16"},
+    "float16, data": {"dtype": "float16"},
     "one micro-batch, unclipped": {"parallelism": "fsdp", **WHOLE_UNCLIPPED},
     "one micro-batch, unclipped, data": WHOLE_UNCLIPPED,
 }
@@ -110,7 +112,9 @@ def digests(run):
     return {str(path.relative_to(run)): sha256_of_file(path) for path in run.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("shared", "data"), [("fsdp", "data"), ("bfloat16", "bfloat16, data")])
+@pytest.mark.parametrize(
+    ("shared", "data"), [("fsdp", "data"), ("bfloat16", "bfloat16, data"), ("float16", "float16, data")]
+)
 def test_a_run_learns_what_data_parallelism_learns(shared, data, finished):
     """Gradients of several micro-batches are summed in another order: over workers first, or over micro-batches."""
     runs = [run_of(finished, name) for name in (shared, data)]
