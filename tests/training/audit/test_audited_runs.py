@@ -48,6 +48,10 @@ def with_correction(mode):
 HONEST = {
     "clean": training_spec(),
     "noise": training_spec(NOISE, AQN),
+    "fixed machine, AQN on hidden states": training_spec(
+        {"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05, "redraw": "never"}},
+        {**AQN, "targets": "hidden_states", "actor_forward": True},
+    ),
     "all operators": training_spec({**NOISE, "operators": "all"}),
     "no KL": training_spec(kl_coefficient=0.0),
     "several steps per rollout, clipped": training_spec(NOISE, AQN, **{**OFF_POLICY, "num_steps": 4}, clip_ratio=1e-3),
