@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/noise_overhead.py [--json FILE]
 
 Prints medians of CPU-time ratios over `ROUNDS` rounds: noise on one tensor relative to the naive formula; and a
-generation and a training step of the tiny model relative to the same without noise. These run with noise, with
-everything except the noise kernel, and with the naive formula instead of the kernel. Then the peak memory of a training
-step. The CPU time is that of this process. Other work on the machine affects it less than wall time, but not zero
-(shared caches). Quote the ratios, not the seconds.
+generation and a training step of the tiny model relative to the same without noise. These run with noise, on a fixed
+machine, with everything except the noise kernel, and with the naive formula instead of the kernel. Then the peak memory
+of a training step. The CPU time is that of this process. Other work on the machine affects it less than wall time, but
+not zero (shared caches). Quote the ratios, not the seconds.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -42,6 +43,9 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 PROMPT_TOKENS, RESPONSE_TOKENS = 36, 24
 """As long as the longest ones of the default study."""
 
+Kind = OperatorSet | Literal["fixed machine"]
+"""Operators with noise that is new in every call, or matrix products with the error of a fixed machine."""
+
 TARGETS = {
     "generation, matmul": 1.25,
     "training step, matmul": 1.3,
@@ -64,13 +68,14 @@ def ratios(rounds: int, ours: Callable[[], object], reference: Callable[[], obje
     return [seconds(ours) / seconds(reference) for _ in range(rounds)]
 
 
-def noise_spec(operators: OperatorSet | None, phases: tuple[Phase, ...]) -> NoiseSpec:
-    """Return 5 % noise on `operators` in `phases`, or no noise."""
-    if operators is None:
+def noise_spec(kind: Kind | None, phases: tuple[Phase, ...]) -> NoiseSpec:
+    """Return 5 % noise of a kind in `phases`, or no noise."""
+    if kind is None:
         return NoiseSpec()
-    return NoiseSpec(
-        operator_noise=OperatorNoise(operators=operators, error=RelativeGaussian(scale=0.05), phases=phases)
-    )
+    is_fixed = kind == "fixed machine"
+    error = RelativeGaussian(scale=0.05, redraw="never" if is_fixed else "always")
+    operators: OperatorSet = "matmul" if is_fixed else kind
+    return NoiseSpec(operator_noise=OperatorNoise(operators=operators, error=error, phases=phases))
 
 
 def recorder_of(spec: NoiseSpec, phase: Phase) -> ReceiptRecorder:
@@ -95,7 +100,7 @@ def in_place_of_the_kernel(replacement: Callable[[Tensor, float, NoiseStream], T
         yield
 
 
-def peak_bytes(operators: OperatorSet | None, sequences: int) -> int:
+def peak_bytes(operators: Kind | None, sequences: int) -> int:
     """Return the peak bytes of all tensors in a training step, including weights and gradients.
 
     torch's allocator is asked: a dispatch mode does not see what the kernels of a simulated machine allocate.
@@ -124,12 +129,12 @@ class Work:
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(5, len(tokenizer), (sequences, PROMPT_TOKENS), generator=generator)
         self.step = 0
-        self.recorders: dict[tuple[Phase, OperatorSet | None], ReceiptRecorder] = {}
+        self.recorders: dict[tuple[Phase, Kind | None], ReceiptRecorder] = {}
 
-    def _recorder(self, spec: NoiseSpec, phase: Phase, operators: OperatorSet | None) -> ReceiptRecorder:
+    def _recorder(self, spec: NoiseSpec, phase: Phase, operators: Kind | None) -> ReceiptRecorder:
         return self.recorders.setdefault((phase, operators), recorder_of(spec, phase))
 
-    def generate(self, operators: OperatorSet | None) -> None:
+    def generate(self, operators: Kind | None) -> None:
         """Answer the prompts under noise on `operators`."""
         self.step += 1
         spec = noise_spec(operators, ("evaluation",))
@@ -137,7 +142,7 @@ class Work:
         with phase_noise(self.model, spec, "evaluation", NoiseKey(seed=0, step=self.step), recorder):
             self.backend.generate(self.ids.tolist(), Sampling(max_response_tokens=RESPONSE_TOKENS))
 
-    def train_step(self, operators: OperatorSet | None) -> None:
+    def train_step(self, operators: Kind | None) -> None:
         """Forward and backward under noise on `operators`."""
         self.step += 1
         ids = self.ids
@@ -179,11 +184,11 @@ def main() -> None:
             ),
         )
     ]
-    pieces: tuple[tuple[str, Callable[[OperatorSet | None], None]], ...] = (
+    pieces: tuple[tuple[str, Callable[[Kind | None], None]], ...] = (
         ("generation", work.generate),
         ("training step", work.train_step),
     )
-    for operators in ("matmul", "all"):
+    for operators in ("matmul", "all", "fixed machine"):
         for name, piece in pieces:
             found = ratios(arguments.rounds, partial(piece, operators), partial(piece, None))
             rows.append((f"{name}, {operators}", "clean", found))
