@@ -96,7 +96,12 @@ def rounded(tensor):
         ({}, torch.randn(3, 1, 4, 2).bfloat16(), "float32 with a cache of bfloat16"),
         ({}, rounded(torch.randn(3, 1, 4, 2)), "float32 with a cache of bfloat16"),
         ({"logits": rounded(torch.randn(3, 4, 7))}, None, "float32 with logits of bfloat16"),
+        ({}, torch.randn(3, 1, 4, 2).half().float(), "float32 with a cache of float16"),
+        ({"dtype": torch.float16}, torch.randn(3, 1, 4, 2).half(), "float16"),
+        ({"dtype": torch.float16, "logits": torch.randn(3, 4, 7).half().float()}, None, "float16"),
+        ({"dtype": torch.float16, "logits": rounded(torch.randn(3, 4, 7))}, None, "float16 with logits of bfloat16"),
         ({"logits": torch.zeros(3, 4, 7)}, None, "float32"),
+        ({"logits": torch.randn(3, 4, 7).half().float()}, None, "float32 with logits of float16"),
         ({"logits": torch.randn(3, 4, 7).half()}, None, "float32 with logits of float16"),
     ],
 )

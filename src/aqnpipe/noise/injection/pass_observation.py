@@ -16,9 +16,9 @@ _SAMPLED = 64
 _SAMPLED_EVERY = 16
 """Values are sampled in the first two of so many passes: those that read prompts and single tokens."""
 _FEWEST = 8
-"""Values from which on it is no chance that all are numbers of bfloat16: 2^-16 each."""
-_BELOW_BFLOAT16 = 0xFFFF
-"""The bits of a float32 that bfloat16 does not have."""
+"""Values from which on it is no chance that all are numbers of 16 bits: 2^-16 or 2^-13 each."""
+_BELOW = {"bfloat16": 0xFFFF, "float16": 0x1FFF}
+"""The bits of a float32 that a format does not have."""
 
 
 class PassObservation:
@@ -81,15 +81,16 @@ class PassObservation:
         self.columns["formats"] = {f"{computed} with {' and '.join(others)}" if others else computed}
 
     def _format_of(self, values: Tensor) -> str:
-        """Return the number format of a tensor, bfloat16 also where all of its sampled values are numbers of that."""
+        """Return the number format of a tensor, one of 16 bits also where all its sampled values are numbers of it."""
         if values.dtype != torch.float32 or self._rounds or not values.numel():
             return _name(values.dtype)
         count = min(_SAMPLED, values.numel())
         places = torch.arange(count) * (values.numel() - 1) // max(count - 1, 1)
         index = torch.unravel_index(places, values.shape)
         bits = values.detach()[index].contiguous().view(torch.int32)
-        are_few = int((bits != 0).sum()) < _FEWEST
-        return "float32" if are_few or bool((bits & _BELOW_BFLOAT16).any()) else "bfloat16"
+        if int((bits != 0).sum()) < _FEWEST:
+            return "float32"
+        return next((name for name, below in _BELOW.items() if not (bits & below).any()), "float32")
 
     def _drops(self) -> bool:
         """Return whether a module with a dropout rate is in training mode."""
