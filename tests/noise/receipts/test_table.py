@@ -48,7 +48,7 @@ def test_rows_about_different_things_are_not_added_up(one, another):
 
 
 def test_columns_without_a_value_are_not_written():
-    state = RecorderState(rows=(Row("rollout", 0, 0, "mm", SMALL, sequences=0, calls=2),))
+    state = RecorderState(rows=(Row("rollout", 0, 0, "mm", error=SMALL, sequences=0, calls=2),))
     text = state.model_dump_json()
     (row,) = json.loads(text)["rows"]
     assert row.pop("error")["kind"] == "relative_gaussian"
