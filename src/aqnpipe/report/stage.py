@@ -93,7 +93,6 @@ def _render(
         summary=summary_line((row.verdict for row in overview.rows), words),
         sections=page.sections(study, data, scales, words),
         explored=explored,
-        outcomes=explorer.outcomes(explored.pair, study, data, words) if explored else None,
         explored_where=at_noise(explored.pair.noise_level, words) if explored else "",
         explored_limit=explorer.MAX_QUESTIONS_PER_GROUP,
         max_rows=tables.MAX_ROWS_ON_PAGE,
