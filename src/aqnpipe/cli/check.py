@@ -46,8 +46,7 @@ class CheckedStudy(FrozenModel):
     devices_per_engine: int = Field(description="devices that share every layer in an evaluation")
     estimate: Estimate | None
     at_most: Estimate | None = Field(
-        default=None,
-        description="of all seeds that may be added; `estimate` is then of those before the first interim analysis",
+        default=None, description="of all seeds that may be added; `estimate` is then of the seeds that start"
     )
     missing: str | None
 

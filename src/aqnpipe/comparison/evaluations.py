@@ -377,9 +377,7 @@ def _identical_levels(rows: pl.DataFrame, num_tables: int) -> list[dict[float, f
 
 def _question_problems(levels: Mapping[float, LevelScores]) -> list[str]:
     problems = [
-        f"noise level {level:g}: its evaluations hold different questions"
-        for level in levels
-        if not levels[level].question_ids
+        f"noise level {level:g}: questions differ by noise seed" for level in levels if not levels[level].question_ids
     ]
     if len({scores.question_ids for scores in levels.values()}) > 1 and not problems:
         problems.append("noise levels hold different questions")

@@ -601,9 +601,7 @@ class Machine(FrozenModel):
         if self.counterpart is not None and self.faults:
             raise ValueError("counterpart: a parity is measured without simulated faults, remove faults")
         if self.measured_in is not None and (self.counterpart is not None or self.faults):
-            raise ValueError(
-                "measured_in: a machine measured elsewhere has no `counterpart` and no faults, remove them"
-            )
+            raise ValueError("measured_in: a machine measured elsewhere has no `counterpart` or faults, remove them")
         if self.diagnosed_in is not None and self.faults:
             raise ValueError("diagnosed_in: a machine diagnosed elsewhere has no simulated faults, remove faults")
         return self

@@ -87,7 +87,7 @@ def test_of_a_run_that_goes_on_only_the_steps_done_are_compared():
         (
             ("rollout", 0),
             {"noised_parts": 14},
-            "rollout: it ran 5 times with noise in 14 layers altogether, expected 3 in each, in step 0",
+            "rollout: ran 5 times with noise in 14 layers altogether, expected 3 in each, in step 0",
         ),
         (
             ("rollout", 0),
@@ -122,12 +122,12 @@ def test_of_a_run_that_goes_on_only_the_steps_done_are_compared():
         (
             ("actor_forward", 3),
             {"gradient_passes": 3},
-            "backward: ran 2 times, the actor's forward pass 3 times, in step 3",
+            "backward: ran 2 times, the actor 3 times, in step 3",
         ),
         (
             ("backward", 3),
             {"noised_parts": 2},
-            "backward: it ran 2 times with noise in 2 layers altogether, expected 2 in each, in step 3",
+            "backward: ran 2 times with noise in 2 layers altogether, expected 2 in each, in step 3",
         ),
         (("validation", 4), {"passes": 0}, "validation: it was never seen, in step 4"),
     ],

@@ -30,9 +30,7 @@ def pass_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
         backward = seen.get(("backward", step)) or Row("backward", step)
         graphs = (seen.get(("actor_forward", step)) or Row("actor_forward")).gradient_passes
         if backward.passes != graphs:
-            found.setdefault(
-                f"backward: ran {backward.passes} times, the actor's forward pass {graphs} times", []
-            ).append(step)
+            found.setdefault(f"backward: ran {backward.passes} times, the actor {graphs} times", []).append(step)
         elif parts.get("backward", 0) * backward.passes > (backward.noised_parts or 0):
             found.setdefault(f"backward: {_too_few_parts(backward, parts['backward'])}", []).append(step)
     late = (
@@ -84,9 +82,7 @@ def _differences(needed: Row, row: Row, noised_parts: int, num_workers: int) -> 
 
 
 def _too_few_parts(row: Row, noised_parts: int) -> str:
-    return (
-        f"it ran {row.passes} times with noise in {row.noised_parts} layers altogether, expected {noised_parts} in each"
-    )
+    return f"ran {row.passes} times with noise in {row.noised_parts} layers altogether, expected {noised_parts} in each"
 
 
 def _steps(steps: Sequence[int]) -> str:
