@@ -139,10 +139,10 @@ def robustness(
         )
         for name in sources
     }
-    from aqnpipe.cli.robustness.evaluating import evaluate_checkpoints, text_of
-
     # Standard output is for the result; a scorer of a user's own may print too.
     with redirect_stdout(sys.stderr), ends_at_once(SIGTERM, f"{STOPPED.format(signal='SIGTERM')}\n"):
+        from aqnpipe.cli.robustness.evaluating import evaluate_checkpoints, text_of
+
         report = evaluate_checkpoints(sources, specs, data, dataset, output, alpha)
     typer.echo(f"written: {output / 'robustness.json'}, robustness.csv and robustness.md", err=True)
     typer.echo(report.model_dump_json(indent=2) if json else "\n".join(text_of(report)))
