@@ -5,7 +5,8 @@ EXIT_USER_ERROR = 2
 EXIT_TRY_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command continues the run."""
 
-STOPPED = "stopped by {signal} before it was done\nnext: run the same command, which continues"
+CONTINUES = "next: run the same command, which continues"
+STOPPED = f"stopped by {{signal}} before it was done\n{CONTINUES}"
 """What a job says that a signal ended, and the terminal of one that could not say it yet."""
 
 _LONGEST = 4000

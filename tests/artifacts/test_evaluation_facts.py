@@ -94,7 +94,7 @@ def test_rows_in_any_order_are_those_of_the_facts():
 )
 def test_other_rows_are_named(change):
     (problem,) = facts().row_problems(change(ROWS))
-    assert "pass at level 0, noise seed 0" in problem
+    assert "evaluation at level 0, noise seed 0" in problem
 
 
 def test_settings_that_differ_are_named():

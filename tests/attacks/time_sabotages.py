@@ -249,19 +249,19 @@ SABOTAGES = of_group(
             "rollouts in training mode",
             "the policy is never put into evaluation mode",
             _rollouts_in_training_mode,
-            cause=r"rollout: passes computed in training mode",
+            cause=r"rollout: computed in training mode",
         ),
         training(
             "actor in evaluation mode",
             "its modules are told to evaluate",
             _within("actor_forward", _other_mode),
-            cause=r"actor_forward: passes computed in evaluation mode",
+            cause=r"actor_forward: computed in evaluation mode",
         ),
         training(
             "reference in training mode",
             "its modules are told to train",
             _within("reference", _other_mode),
-            cause=r"reference: passes computed in training mode",
+            cause=r"reference: computed in training mode",
         ),
         training(
             "another attention kernel in the actor",
@@ -279,7 +279,7 @@ SABOTAGES = of_group(
             "prompts of an evaluation read without noise",
             "the noise begins with the first new token",
             _clean_prompts("aqnpipe.generation.noisy_passes.phase_noise"),
-            cause=r"evaluation: a first pass began at position",
+            cause=r"evaluation: a first forward pass began at position",
         ),
         training(
             "mixed precision from the shell",

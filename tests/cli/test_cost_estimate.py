@@ -246,7 +246,7 @@ def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates(comman
 
 
 def test_a_study_that_adds_seeds_has_the_cost_with_all_of_them_too():
-    """Two seeds before the first look, at most ten: five times the runs, whose checkpoints stay until the last look."""
+    """Two seeds before the first interim analysis, at most ten: five times the runs, whose checkpoints stay."""
     plan = StudyPlan(load_study_file(Path("config/decide.yaml")))
     found = check_study(plan, Assumptions())
     whole = check_study(StudyPlan(plan.study.with_seeds(10)), Assumptions()).estimate

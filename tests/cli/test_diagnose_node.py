@@ -203,7 +203,7 @@ def test_refusals_are_one_line_before_the_work(arguments, message, tmp_path):
     ("settings", "message"),
     [
         (MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2), "2 of 2 layers are linear_attention"),
-        (T5Config(vocab_size=50, d_model=32, num_layers=2), "model_type is 't5', expected a decoder-only family"),
+        (T5Config(vocab_size=50, d_model=32, num_layers=2), "model_type is 't5', expected a decoder-only model"),
     ],
     ids=["state-space", "encoder-decoder"],
 )

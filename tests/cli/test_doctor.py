@@ -178,7 +178,7 @@ def test_the_workstation_needs_as_many_devices_as_its_jobs_lease(monkeypatch):
     assert not problems(profile_checks(profile("workstation"), None))
     assert "2 devices of kind cuda" in problems(profile_checks(profile("workstation", devices=4), None))["leases"]
     monkeypatch.setattr(device_allocation, "_ids_in_dev", lambda kind: ())
-    assert "plain `snakemake` leases none" in problems(profile_checks(profile("workstation"), None))["leases"]
+    assert "plain `snakemake` reserves none" in problems(profile_checks(profile("workstation"), None))["leases"]
 
 
 def test_a_study_that_does_not_load_is_a_problem():

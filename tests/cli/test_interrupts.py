@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from aqnpipe.cli.interrupts import interrupts_end_at_once
+from aqnpipe.cli.interrupts import ends_at_once
 
 INTERRUPTED_AT = """
 import os, signal, sys
@@ -41,14 +41,32 @@ def test_an_interrupt_while_libraries_are_imported_is_no_traceback(name, tmp_pat
     assert len(f"{done.stdout}{done.stderr}".splitlines()) <= 2
 
 
+TERMINATED = """
+import os, signal, sys
+from aqnpipe.cli.robustness import evaluating
+
+evaluating.evaluate_checkpoints = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+from aqnpipe.cli.main import main
+main()
+"""
+
+
+def test_sigterm_says_that_the_same_command_continues(tmp_path):
+    arguments = ["robustness", "tiny", "--output", str(tmp_path / "out")]
+    command = [sys.executable, "-c", TERMINATED, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "")
+    assert done.stderr == "stopped by SIGTERM before it was done\nnext: run the same command, which continues\n"
+
+
 def test_a_handler_of_another_program_stays():
     before = signal.getsignal(signal.SIGINT)
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with interrupts_end_at_once():
+        with ends_at_once():
             assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with interrupts_end_at_once():
+        with ends_at_once():
             assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
@@ -60,7 +78,7 @@ def test_a_thread_may_import_the_commands():
 
     def enter():
         try:
-            with interrupts_end_at_once():
+            with ends_at_once():
                 pass
         except ValueError as error:
             failed.append(error)

@@ -28,9 +28,9 @@ def test_without_results_usual_variances_are_named_as_such():
 
 def test_the_table_has_a_line_per_noise_level():
     lines = planned(CONFIG / "tiny-full.yaml", "--points", "8").stdout.splitlines()
-    assert lines[2].split()[:3] == ["noise", "alone", "family"]
+    assert lines[2].split()[:3] == ["noise", "alone", "group"]
     assert [line.split()[0] for line in lines[3:6]] == ["0%", "5%", "10%"]
-    assert "cheapest for 8 points in the family" in lines[2]
+    assert "cheapest for 8 points in the group" in lines[2]
     assert "cheapest for 8 points as the primary claim" in planned(CONFIG / "config.yaml", "--points", "8").stdout
 
 

@@ -60,7 +60,7 @@ def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
     assert found[7.0, 1].module_noise.modules == ("*.down_proj",)
     other = receipts.passes[-1].model_copy(update={"receipt": found[4.0, 0]})
     assert other.differences((None, found[7.0, 1].module_noise)) == [
-        "pass at level 7, noise seed 1: the receipt is of other noise"
+        "evaluation at level 7, noise seed 1: the receipt is of other noise"
     ]
     report = json.loads((tmp_path / "robustness" / "robustness.json").read_text())
     assert [row["noise"] for row in report["accuracies"]] == [None, None, "w4a16_nvfp4", "w4a4_mxfp4", *NOISES]

@@ -167,7 +167,7 @@ def test_questions_that_are_missing_are_named(evaluation, tmp_path, transcripts)
     write_table(moved, pl.read_parquet(moved).head(1), ProblemTable)
     with pytest.raises(DataError, match="question b is not in"):
         read_evaluation(evaluation, moved)
-    with pytest.raises(DataError, match="contains its own gold answers"):
+    with pytest.raises(DataError, match="contains gold answers"):
         run(transcripts, "--problems", Path(moved))
 
 

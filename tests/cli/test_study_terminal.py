@@ -220,6 +220,13 @@ def test_messages_about_the_study_stay(text, level, shown):
     assert list(StudyLines().lines(record(None, text, level))) == ([text] if shown else [])
 
 
+def test_sigterm_says_once_that_the_same_command_continues():
+    lines, text = StudyLines(), "Will exit after finishing currently running jobs (scheduler)."
+    stopping = list(lines.lines(record(None, text, logging.INFO)))
+    assert stopping == ["stopping: running jobs finish first", "next: run the same command, which continues"]
+    assert list(lines.lines(record(None, text, logging.INFO))) == []
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (41, "41 s"), (99.6, "2 min"), (200, "3 min"), (7500, "2 h 05 min")]
 )

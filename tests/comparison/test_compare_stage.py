@@ -207,7 +207,7 @@ def test_a_failed_receipt_is_not_compared(synthetic, artifacts, run):
     ]
     write_json(source.receipt, receipts.model_copy(update={"passes": tuple(broken)}))
     _, _, claims = run(artifacts.study, artifacts.evaluations)
-    assert "receipt invalid: pass at level 0.05" in reason(claims, "E5b-vs-E5@0")
+    assert "receipt invalid: evaluation at level 0.05" in reason(claims, "E5b-vs-E5@0")
 
 
 def test_a_missing_receipt_is_not_compared(artifacts, run):

@@ -264,10 +264,10 @@ def test_the_chance_of_a_decision_is_that_of_all_final_estimates_that_decide():
 
 def test_progress_names_the_next_look(study, evaluations):
     assert progress(study()) == (
-        "look 1 of at most 3 is next, at 2 seeds of baseline, E5, E5b, srdd_guided; 3 of 3 claims open"
+        "interim analysis 1 of at most 3 is next, at 2 seeds of baseline, E5, E5b, srdd_guided; 3 of 3 claims open"
     )
     after(study(), evaluations, 3)
-    assert progress(study()) == "no further look: 2 of 3 claims have ended, 1 open at seeds.max 6"
+    assert progress(study()) == "no further interim analysis: 2 of 3 claims have ended, 1 open at seeds.max 6"
 
 
 def test_verdicts_and_answer_are_those_of_the_last_looks(study, evaluations, tmp_path):

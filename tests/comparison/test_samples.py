@@ -78,7 +78,7 @@ def test_the_order_of_rows_does_not_matter(tmp_path):
 def test_passes_with_unequal_samples_are_incomplete(tmp_path):
     loaded = load_evaluation(write(tmp_path, ROWS[:-1]), "strict", 0.05)
     assert [problem.reason for problem in loaded.problems] == [
-        "base/E5 seed 0 step 10: noise level 0.1: passes hold different questions"
+        "base/E5 seed 0 step 10: noise level 0.1: questions differ by noise seed"
     ]
 
 

@@ -87,7 +87,7 @@ def test_an_arm_on_a_machine_of_another_device_is_refused():
             {"npu": {"device": "npu", "diagnosed_in": "there"}},
             {},
             "machines.npu.device: found 'npu', expected no device, which has no effect: it was diagnosed elsewhere, it "
-            "has no counterpart, and evaluation.machines lacks it",
+            "has no `counterpart`, and evaluation.machines lacks it",
         ),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_study_without_further_machines_has_none_of_these_jobs():
         (
             {"bf": {"counterpart": {"dtype": "float32", "threads": 1}}},
             ["bf"],
-            "found 'bf', expected a counterpart with another dtype, threads or batch_size",
+            "found 'bf', expected a `counterpart` with another dtype, threads or batch_size",
         ),
         ({}, ["target", "target"], "machines: found 'target' twice, expected each value once"),
     ],

@@ -82,7 +82,7 @@ def test_a_machine_measured_elsewhere_needs_no_job_and_no_counterpart(monkeypatc
     assert plan.training_parity_input("base", "E_measured_1x") == [f"{tmp_path}/base.json"]
     assert plan.sigmas_parity_input("base", "measured", "damage_first") == [f"{tmp_path}/base.json"]
     for more in ({"faults": [{"type": "bias", "layer": 1, "magnitude": 0.1}]}, {"counterpart": {"dtype": "bfloat16"}}):
-        with pytest.raises(ConfigError, match="measured_in: a machine measured elsewhere has no counterpart"):
+        with pytest.raises(ConfigError, match="measured_in: a machine measured elsewhere has no `counterpart`"):
             load_study_files([Path("config/measured.yaml")], {"machines": {"measured": machine | more}})
 
 

@@ -224,7 +224,7 @@ def test_of_fewer_test_questions_than_the_default_all_are_for_validations(config
         ),
         (
             lambda arms: arms["E5"].update(operator_noise={"error": {"kind": "fake_quantization", "format": "mxfp4"}}),
-            r"fake_quantization has no backward error",
+            r"fake_quantization has no separate backward error",
         ),
         (
             lambda arms: arms["E5"]["operator_noise"].update(layers=[7]),

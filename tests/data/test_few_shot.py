@@ -136,7 +136,7 @@ def test_chat_prompts_are_the_harnesss(harness, number):
 )
 def test_a_template_that_leaves_out_a_turn_is_refused(write):
     examples = [Example("1 + 1?", "<think>add</think> #### 2"), Example("2 + 2?", "#### 4")]
-    with pytest.raises(ModelError, match=r"chat template of 'model' leaves out the content of a turn of role "):
+    with pytest.raises(ModelError, match=r"chat template of 'model' leaves out the content of a turn with `role` "):
         format_prompt(QUESTION, few_shot(2, style="chat"), TemplateTokenizer(write), examples)
 
 

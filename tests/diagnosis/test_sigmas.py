@@ -115,7 +115,7 @@ def test_median_kurtosis_below_zero_raises_no_layer():
 
 
 def test_propagated_layer_without_source_is_refused():
-    with pytest.raises(DataError, match="layer 0 has role sat_prop"):
+    with pytest.raises(DataError, match="layer 0 is sat_prop"):
         layer_sigmas(table([1.0, 1.0], role=["sat_prop", "source"]), verdict_on(), SigmaRule())
 
 

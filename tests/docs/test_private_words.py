@@ -1,5 +1,6 @@
-"""User pages, studies and the report are written in the field's words: private words do not come back."""
+"""User pages, studies, the report and messages use the field's words: private words do not come back."""
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ SHOWN_KEYS = {"claim", "description", "title", "question"}
 
 PRIVATE = {
     # word: (pattern of its private sense, what to write)
-    "pass": (r"(?<!forward )(?<!backward )\bpass(es)?\b(?!@)", "forward pass, evaluation"),
+    "pass": (r"(?<!forward )(?<!backward )(?<!did not )\bpass(es)?\b(?!@)", "forward pass, evaluation"),
     "leap": (r"\bleap(s|ed)?\b", "jump"),
     "look": (r"\blooks?\b(?! at\b| for\b| like\b)", "interim analysis"),
     "draw": (r"\b(re)?(draws?|drawn)\b", "sample, noise seed, random numbers"),
@@ -78,7 +79,34 @@ def texts() -> dict[str, str]:
     placeholder = re.compile(r"\{[^}]*\}")
     report = {f"words.yaml {key}": prose(placeholder.sub(" ", text["en"])) for key, text in catalogue().items()}
     keys = {"keys of studies": prose("\n".join(shown_in(json.loads(study_schema()), {"description"})))}
-    return pages | studies | report | keys | help_of(typer.main.get_command(app), "aqnpipe")
+    return pages | studies | report | keys | messages() | help_of(typer.main.get_command(app), "aqnpipe")
+
+
+KEY = re.compile(r"[\w.]*\.(redraw|role|counterpart)\b|\b(redraw|draws|role|family|counterpart):")
+"""Keys of a study that a message names without backticks, as all messages do."""
+NO_TEXTS = {"own draw", '<svg viewBox="{}" role="img" aria-label="{}">'}
+"""What is no text: part of a key of random numbers, and markup."""
+
+
+def messages() -> dict[str, str]:
+    """Texts with several words in the code, errors above all; without docstrings and what is put in."""
+    found = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        parts |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            text = text_in(node) if id(node) not in parts else ""
+            if " " in text.strip() and text not in NO_TEXTS:
+                found[f"{path.relative_to(ROOT)}:{node.lineno}"] = KEY.sub(" ", prose(text))
+    return found
+
+
+def text_in(node: ast.AST) -> str:
+    """Return a string of the code, of an f-string with `{}` for what is put in; empty for other code."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_in(part) or "{}" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def help_of(command: typer.core.TyperCommand, name: str) -> dict[str, str]:
@@ -122,3 +150,12 @@ def test_comments_and_shown_texts_of_a_study_are_read_and_keys_are_not():
 def test_the_glossary_is_short():
     terms = re.findall(r"^## .+$", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert 0 < len(terms) <= 15
+
+
+def test_messages_are_read_whole_and_docstrings_are_not():
+    source = '"""A look."""\nraise E(f"{path}: {n} passes of "\n    f"{role}")'
+    nodes = list(ast.walk(ast.parse(source)))
+    assert "{}: {} passes of {}" in [text_in(node) for node in nodes]
+    found = messages()
+    assert any(text.endswith("no such file") for text in found.values())
+    assert not any("Raises DataError" in text for text in found.values())

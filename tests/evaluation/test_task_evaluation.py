@@ -214,7 +214,7 @@ def test_the_task_grades_by_itself():
                     "sampling": {"temperature": 1.0, "num_samples": 2},
                 }
             },
-            "evaluation.sampling: found sampling, expected none: the task says how responses are drawn",
+            "evaluation.sampling: found sampling, expected none: the task says how responses are sampled",
         ),
         (
             {"prompt": {"layout": "question_answer"}},

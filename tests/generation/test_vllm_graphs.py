@@ -151,7 +151,7 @@ def test_a_receipt_with_replays_under_noise_is_refused(noise):
         recorder.count_replays("evaluation", 0, 5)
         problems.append([line for line in recorder.receipt().problems() if "CUDA graphs" in line])
     (line,), none = problems
-    assert line == "evaluation: 5 of 6 passes replayed CUDA graphs, which have neither noise nor faults"
+    assert line == "evaluation: 5 of 6 forward passes replayed CUDA graphs, which have neither noise nor faults"
     assert not none
 
 

@@ -219,7 +219,7 @@ def test_noise_that_is_gone_before_the_policy_reads_its_weights_is_refused(tmp_p
 
             model.register_forward_pre_hook(restore)
 
-    with pytest.raises(ReceiptError, match="rollout: computed with noise on the norm weights in 0 of 1 passes"):
+    with pytest.raises(ReceiptError, match="rollout: computed with noise on the norm weights in 0 of 1 forward passes"):
         train(tmp_path, [aqnpipe.AQNCallback(DECAY), Cleans()], max_steps=1)
 
 

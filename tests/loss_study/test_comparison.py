@@ -286,7 +286,7 @@ def test_rows_without_a_receipt_are_refused(tmp_path):
     receipts = read_json(inputs.receipt, LossStudyReceipts)
     write_json(inputs.receipt, receipts.model_copy(update={"passes": receipts.passes[:-1]}))
     record_digests(inputs)
-    with pytest.raises(DataError, match="no receipt for pass"):
+    with pytest.raises(DataError, match="no receipt for evaluation"):
         compare_losses(inputs, StatisticsConfig(), tmp_path / "claims.json")
 
 

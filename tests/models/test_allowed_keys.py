@@ -329,7 +329,7 @@ def test_transformers_reads_no_further_key_where_it_loads():
 
 
 def test_a_family_that_is_no_decoder_never_gets_to_its_configuration(load):
-    with pytest.raises(ModelError, match="model_type is 'timm_wrapper', expected a decoder-only family"):
+    with pytest.raises(ModelError, match="model_type is 'timm_wrapper', expected a decoder-only model"):
         load({"num_hidden_layers": 2, "model_type": "timm_wrapper", "backbone": "evil/repository"})
 
 

@@ -41,7 +41,7 @@ def test_layers_of_attention_are_found(family):
 def test_other_layers_are_refused_in_one_line(family, found):
     with pytest.raises(ModelError, match=found) as refusal:
         decoder_layers(tiny_model_of(family))
-    assert "use a model of another family" in str(refusal.value)
+    assert "use another model family" in str(refusal.value)
 
 
 def test_a_list_of_layers_within_a_layer_is_not_another_list(model):

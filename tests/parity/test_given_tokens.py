@@ -46,7 +46,7 @@ def test_a_pass_of_vllm_itself_is_none_of_the_capture(given):
     [
         ([(0, 2)], [5, 7], [0, 1], r"sequence 0: found ids \[5, 7\] at position 0, expected \[5, 6\] at position 0"),
         ([(0, 2)], [5, 6], [1, 2], "at position 1, expected"),
-        ([(0, 3)], [5, 6, 7], [0, 1, 2], "3 tokens in a pass, expected one at a time from position 2"),
+        ([(0, 3)], [5, 6, 7], [0, 1, 2], "3 tokens in a forward pass, expected 1 from position 2 on"),
         ([(-1, 1)], [5], [0], "a request that is none of the capture"),
         ([(1, 4)], [5, 9, 7, 0], [0, 1, 2, 3], "sequence 1: found ids"),
     ],

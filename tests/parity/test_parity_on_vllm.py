@@ -105,5 +105,5 @@ def test_a_number_of_workers_that_does_not_divide_the_heads_is_refused_in_one_li
 
 def test_a_batch_that_vllm_would_split_is_refused_before_the_engine_starts():
     config = CaptureConfig(batch_size=8, num_decoded=2)
-    with pytest.raises(ConfigError, match="which vLLM would split over passes"):
+    with pytest.raises(ConfigError, match="which vLLM would split over forward passes"):
         capture_vllm(TINY, "tiny", [[1] * 300] * 8, config, "cpu")

@@ -107,7 +107,7 @@ def test_a_receipt_is_ten_lines_and_a_notebook_has_its_table_too():
     assert repr(made) == str(made)
     assert "operator8" in made._repr_html_()
     made.note("a <b>problem</b>")
-    assert "REFUSED    a &lt;b&gt;problem" in made._repr_html_()
+    assert "INVALID    a &lt;b&gt;problem" in made._repr_html_()
 
 
 def test_receipts_of_processes_add_up():

@@ -133,9 +133,9 @@ def test_draws_are_repeated_by_row_of_the_whole_batch():
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"seed": 4}, "another draw: of another seed"),
+        ({"seed": 4}, "another sample: of another seed"),
         ({"temperature": 0.001}, "decoded greedily"),
-        ({"temperature": 2.5}, "drawn at temperature"),
+        ({"temperature": 2.5}, "sampled at temperature"),
     ],
 )
 def test_other_draws_are_named(changes, cause):

@@ -6,8 +6,16 @@ import pytest
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.analysis import ArmPair
-from aqnpipe.report.explorer import MAX_QUESTIONS_PER_GROUP, MAX_RESPONSE_CHARACTERS, explored_pair, explorer, flips
+from aqnpipe.report.explorer import (
+    MAX_QUESTIONS_PER_GROUP,
+    MAX_RESPONSE_CHARACTERS,
+    explored_pair,
+    explorer,
+    flips,
+    outcomes,
+)
 from aqnpipe.report.inputs import read_inputs
+from aqnpipe.report.words import load_words
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +176,30 @@ def test_csv_holds_no_text_of_models(built):
         "treatment_response",
         "control_response",
     }
+
+
+def test_any_two_arms_have_the_questions_of_their_flips(built, data):
+    """Where the seeds' flips of a question do not cancel each other, one arm is right in more of its seeds."""
+    table = outcomes(ArmPair(treatment="E5", control="baseline"), built.study, data, load_words("en"))
+    assert table.headers[2:] == ("pretrained", "baseline", "E5", "E5b", "srdd_guided")
+    cells = {row.cells[0]: dict(zip(table.headers, row.cells, strict=True)) for row in table.rows}
+    pair = ArmPair(treatment="E5b", control="E5")
+    found = explorer(pair, *flips(pair, built.study, data))
+    shares = {name: {arm: eval(row[arm]) for arm in ("E5b", "E5")} for name, row in cells.items()}
+    better = [
+        sum(each["E5b"] > each["E5"] for each in shares.values()),
+        sum(each["E5b"] < each["E5"] for each in shares.values()),
+    ]
+    assert better == [group["num_questions"] for group in found.groups]
+    assert all(better)
+    assert {row["E5"].partition("/")[2] for row in cells.values()} == {"2"}
+    assert {row["pretrained"].partition("/")[2] for row in cells.values()} == {"1"}
+    assert all(len({eval(cell) for cell in row.cells[2:]}) > 1 for row in table.rows)
+
+
+def test_too_many_arms_have_no_table_of_outcomes(built, data, monkeypatch):
+    pair = ArmPair(treatment="E5", control="baseline")
+    monkeypatch.setattr("aqnpipe.report.explorer.MAX_OUTCOME_COLUMNS", 5)
+    assert outcomes(pair, built.study, data, load_words("en")) is not None
+    monkeypatch.setattr("aqnpipe.report.explorer.MAX_OUTCOME_COLUMNS", 4)
+    assert outcomes(pair, built.study, data, load_words("en")) is None

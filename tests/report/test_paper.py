@@ -120,9 +120,10 @@ def test_a_legend_names_what_is_drawn_and_nothing_else(written):
 def test_captions_have_the_numbers_of_every_figure(written, built):
     folder, _ = written
     captions = (folder / "figures" / "captions.md").read_text().replace("\u00a0", " ")
-    assert captions.startswith("Arms: 4, seeds per arm: 2, optimiser steps: 60, questions: 200, noise levels: 3\n\n")
+    size = "(Arms: 4, seeds per arm: 2, optimiser steps: 60, questions: 200, noise levels: 3)"
+    assert all(caption.endswith(size) for caption in captions.strip().split("\n\n"))
     assert all(f"{path.stem}: " in captions.replace("\\_", "_") for path in folder.glob("figures/*.svg"))
-    claims = captions.split("\n\n")[1]
+    claims = captions.split("\n\n")[0]
     rows = pl.read_parquet(built.folder / "comparisons.parquet")
     assert claims.count("2 seeds, 200 questions") == len(rows) == 6
     exact = [f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}" for p in rows["p_value"] if p >= 0.001]

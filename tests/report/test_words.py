@@ -264,7 +264,7 @@ def test_numbers_are_put_in_as_their_placeholders_say():
     words = load_words("en")
     assert words("summary.line", count=1, parts="1 supported") == "Of 1 claim: 1 supported."
     assert words("noise.at", level=0.05) == "at 5\u00a0% noise"
-    assert words("detail.p", p=0.0004) == "p\u00a0<\u00a00.001"
+    assert words("detail.p", p=0.0004) == "p\u00a0=\u00a04.0e−4"
     assert words("detail.margin", margin=0.02) == "margin 2.0 points"
 
 

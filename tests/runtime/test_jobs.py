@@ -109,7 +109,7 @@ def test_a_job_without_devices_uses_the_cpu(tmp_path):
     [
         ("npu", 0, {}, "ERROR: device: requested npu, found none"),
         ("auto", 0, {"ASCEND_RT_VISIBLE_DEVICES": "0"}, "ERROR: device: auto found only the CPU, but"),
-        ("cpu", 3, GIVEN, "ERROR: device leases: the profile gives 3 of this machine's devices to a job, found 2"),
+        ("cpu", 3, GIVEN, "ERROR: devices: the profile gives 3 of this machine's devices to a job, found 2"),
     ],
 )
 def test_a_job_that_does_not_get_its_device_ends_in_one_line(tmp_path, device, num_leases, environment, said):

@@ -107,7 +107,7 @@ def test_noise_forgotten_in_one_phase_fails_the_run(inputs, tmp_path, monkeypatc
             nullcontext() if phase == "reference" else original(model, spec, phase, *args, **kwargs)
         ),
     )
-    with pytest.raises(ReceiptError, match="reference: no pass of it was seen, in step 0"):
+    with pytest.raises(ReceiptError, match="reference: it was never seen, in step 0"):
         run(training_spec(NOISE), inputs, tmp_path / "run")
 
 

@@ -36,14 +36,14 @@ class PassFacts(Artifact):
     rows: str
     tokens_read: int = Field(ge=0, description="response tokens whose choice was checked")
     most_probable: int = Field(ge=0, description="of those, tokens that were the most probable one")
-    draws_checked: int = Field(ge=0, description="batches whose draws were made again")
+    draws_checked: int = Field(ge=0, description="batches whose tokens were sampled again")
     rows_again: int = Field(ge=0, description="rows computed again in one forward, without noise")
     largest_difference: float = Field(ge=0, description="of a logit computed again; 1 is what rounding may cause")
 
     @property
     def name(self) -> str:
-        """The pass in messages."""
-        return f"pass at level {self.noise_level:g}, noise seed {self.noise_seed}"
+        """The evaluation in messages."""
+        return f"evaluation at level {self.noise_level:g}, noise seed {self.noise_seed}"
 
     def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
         """Yield what is wrong with the rows of this pass, if they are not the responses that the facts are about."""
@@ -141,7 +141,7 @@ class EvaluationFacts(Artifact):
             else:
                 yield (
                     f"noise levels {first.noise_level:g} and {second.noise_level:g} gave the same logits in {same} of "
-                    f"{len(first.first_logits)} batches: one of the passes did not run under its noise"
+                    f"{len(first.first_logits)} batches: one of the evaluations did not run under its noise"
                 )
 
     def _repetition_problems(self) -> Iterator[str]:

@@ -67,7 +67,7 @@ class CaptureIdentity(Artifact):
     num_compared_parameters: int = Field(ge=0)
     stale_parameters: tuple[str, ...]
     replay_of: str | None
-    seconds: float = Field(ge=0, description="time of all passes, without loading")
+    seconds: float = Field(ge=0, description="time of all forward passes, without loading")
     members: dict[str, str] = Field(description="SHA-256 of the other members by name")
 
     @property
@@ -188,8 +188,8 @@ class ParityFile(Artifact):
     first: CaptureIdentity
     second: CaptureIdentity
     same_inputs: bool = Field(
-        description="the second side's operators were fed the first side's inputs; if not, own errors are differences "
-        "of the errors against exact results"
+        description="the second side's operators were fed the first side's inputs; if not, operator errors are "
+        "differences of the errors against exact results"
     )
     num_rows: int = Field(description="tokens on which operators were compared")
     first_beyond_rounding: str | None

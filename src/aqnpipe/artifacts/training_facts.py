@@ -11,7 +11,7 @@ from pydantic import Field
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.config.run import TrainingSpec
 
-DRAWS = "tokens drawn in rollouts"
+DRAWS = "tokens sampled in rollouts"
 VALIDATION_DRAWS = "tokens chosen in validation"
 LOSS_GRADIENT = "gradient of the loss"
 STEP_GRADIENT = "gradient that the optimiser used"

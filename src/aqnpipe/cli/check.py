@@ -46,7 +46,7 @@ class CheckedStudy(FrozenModel):
     devices_per_engine: int = Field(description="devices that share every layer in an evaluation")
     estimate: Estimate | None
     at_most: Estimate | None = Field(
-        default=None, description="of all seeds that may be added; `estimate` is then of those before the first look"
+        default=None, description="of all seeds that may be added; `estimate` is then of the seeds that start"
     )
     missing: str | None
 
@@ -200,7 +200,7 @@ def _summary_of_jobs(study: Path, plan: StudyPlan) -> str:
     rule = plan.study.adaptive_seeds
     runs = f"{len(plan.runs())} runs"
     if rule is not None:
-        runs += f" before the first look, at most {rule.max * len(config.arms)} in all"
+        runs += f" before the first interim analysis, at most {rule.max * len(config.arms)} in all"
         seeds += f", then {rule.step} more at a time up to {rule.max} for arms of open claims"
     return (
         f"{study}: valid. {runs} ({_some(config.arms)}; seeds {seeds}) of {plan.num_steps} steps, "
@@ -230,7 +230,7 @@ def _estimate_lines(estimate: Estimate, at_most: Estimate | None, keep: Keep) ->
         f"time: {estimate.device_hours / estimate.num_devices:,.3g} h on {estimate.num_devices} {rates.device}s, all "
         "of them busy; on others in proportion",
         f"device hours: {estimate.device_hours:,.3g} of {rates.device}{more}; assumed: {estimate.assumed}, training "
-        f"passes at {rates.training_utilization:.0%} and generation at {rates.generation_utilization:.0%} of "
+        f"at {rates.training_utilization:.0%} and generation at {rates.generation_utilization:.0%} of "
         f"{rates.tflops:g} TFLOP/s{start}; not counted: {', '.join(estimate.not_counted)}",
         f"disk: {estimate.disk_gigabytes:,.4g} GB{space}, of which {estimate.run_gigabytes:,.3g} GB for each active "
         f"run; assumed: keep {keep}, one run at a time; not counted: responses, receipts and logs",

@@ -87,7 +87,7 @@ class Assumptions(FrozenModel):
     prompt_tokens: float | None = Field(default=None, gt=0)
     response_tokens: float | None = Field(default=None, gt=0)
     parameters: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default={}, description="number of parameters of roles whose size is unknown"
+        default={}, description="number of parameters by name of the model, for those whose size is unknown"
     )
     rates: Rates | None = None
 
@@ -109,7 +109,7 @@ class Estimate(FrozenModel):
     num_devices: int = Field(description="devices that work at the same time: workers of a run, or cores of this CPU")
     model_gigabytes: float = Field(description="prepared models, in the number format they compute in")
     checkpoint_gigabytes: float = Field(
-        description="checkpoints of all runs that the study keeps; where seeds are added all, until the last look"
+        description="checkpoints of all runs that the study keeps; where seeds are added all, until the last of them"
     )
     run_gigabytes: float = Field(
         description="what is on the disk only while a run is active: resume points, and checkpoints that are not kept"

@@ -1,8 +1,8 @@
 """Entry point of the command line, and two commands that only pass on what others do: `schema` and `lm-eval`."""
 
-from aqnpipe.cli.interrupts import EXIT_INTERRUPTED, interrupts_end_at_once
+from aqnpipe.cli.interrupts import EXIT_INTERRUPTED, ends_at_once
 
-with interrupts_end_at_once():
+with ends_at_once():
     import errno
     import sys
     from collections.abc import Callable

@@ -34,7 +34,7 @@ class PlannedLevel(FrozenModel):
         description="80 % interval of it; null: the results say nothing about it, and seed_sd is the usual value"
     )
     detectable_alone: float | None = Field(description="as the only comparison")
-    detectable_in_family: float | None = Field(description="as one of its family, before Holm has rejected any other")
+    detectable_in_family: float | None = Field(description="as one of its group, before Holm has rejected any other")
     cheapest: dict[str, float] | None = Field(description="num_seeds, num_questions, num_draws and device_hours")
     seeds_range: tuple[int, int | None] | None = Field(
         description="seeds of the cheapest split at both ends of seed_sd_range; null at the upper end: more than tried"
@@ -236,7 +236,7 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
     yield (
         f"{found.study}: {found.num_arms} arms, {found.num_seeds} seeds, {found.num_questions:,} questions"
         f"{'' if found.num_clusters is None else f' in {found.num_clusters} clusters'}, "
-        f"{found.num_draws} noise draws; about {found.device_hours:.3g} device hours{_shared(found)}"
+        f"{found.num_draws} noise seeds; about {found.device_hours:.3g} device hours{_shared(found)}"
     )
     if found.adds_seeds:
         yield (
@@ -245,13 +245,14 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
         )
     yield (
         f"Differences of two arms found with {found.power:.0%} power at alpha {found.alpha:g}, in points: as the only "
-        f"comparison, and as one of a family of {found.largest_family} secondary claims (Holm's strictest level). "
-        "The report's differ from these: they use the variance measured between a claim's arms, and its own error rate."
+        f"comparison, and as one of a group of {found.largest_family} secondary claims (Holm's strictest level). "
+        "The report's differ from these: they use the variance measured between a claim's arms, and the error "
+        "rate of that claim."
     )
-    claim = "as the primary claim" if found.has_primary else "in the family"
+    claim = "as the primary claim" if found.has_primary else "in the group"
     wanted = f"cheapest for {100 * found.wanted:g} points {claim}"
     width = max(7, *(len(level.noise_name or "") for level in found.levels))
-    yield f"{'noise':>{width}}{'alone':>8}{'family':>8}  {'SD of seeds':<27}{wanted}"
+    yield f"{'noise':>{width}}{'alone':>8}{'group':>8}  {'SD of seeds':<27}{wanted}"
     for level in found.levels:
         limits = "".join(_points(limit) for limit in (level.detectable_alone, level.detectable_in_family))
         between = "" if level.seed_sd_range is None else " to ".join(f"{100 * end:.1f}" for end in level.seed_sd_range)
@@ -286,5 +287,5 @@ def _split(level: PlannedLevel) -> str:
     split = level.cheapest
     return (
         f"{split['num_seeds']:.0f} seeds{_seeds_range(level)}, {split['num_questions']:,.0f} questions, "
-        f"{split['num_draws']:.0f} draws: {split['device_hours']:.3g} h"
+        f"{split['num_draws']:.0f} noise seeds: {split['device_hours']:.3g} h"
     )

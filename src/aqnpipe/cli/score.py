@@ -128,9 +128,7 @@ def score(
     if transcripts.suffix == ".parquet":
         rows = read_evaluation(transcripts, problems)
     elif problems is not None:
-        raise DataError(
-            f"--problems {problems}: {transcripts} is not a .parquet file and contains its own gold answers"
-        )
+        raise DataError(f"--problems {problems}: {transcripts} is not a .parquet file and contains gold answers")
     else:
         rows = read_transcripts(transcripts, numbers_only=custom.keys() <= {*NUMBER_SCORERS})
     scored = score_transcripts(str(transcripts), rows, custom)

@@ -19,7 +19,7 @@ from snakemake.settings.enums import Quietness
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
-from aqnpipe.errors import STOPPED
+from aqnpipe.errors import CONTINUES, STOPPED
 
 SHORT_RULES = frozenset(
     {
@@ -55,7 +55,6 @@ _NOISE = (
     "DAG of jobs will be updated",
     "Exiting because a job execution failed",
     "At least one job did not complete successfully",
-    "Will exit after finishing currently running jobs (scheduler)",
     "Shutting down, this might take some time",
     "Removing output files of failed job",
 )
@@ -80,6 +79,9 @@ _MOST_STARTS = 8
 _MOST_FAILURES = 10
 _SHORT_SECONDS = 5.0
 _NO_ERROR = "ended without an error in its log, as by SIGKILL (memory may be the cause); the same command continues"
+_STOPPING = "Will exit after finishing currently running jobs (scheduler)"
+"""Snakemake's message after SIGTERM, repeated when a running job ends."""
+
 _BY_SIGTERM = ("died with <Signals.SIGTERM", "exit status 143")
 
 
@@ -196,7 +198,7 @@ class StudyLines:
         self._finished: list[tuple[Started, float]] = []
         self._failed: dict[int, Failed] = {}
         self._reason = ""
-        self._all_start = False
+        self._all_start = self._is_stopping = False
 
     def lines(self, record: logging.LogRecord) -> Iterator[str]:
         """Yield the lines of one record; none for what does not matter here."""
@@ -220,7 +222,10 @@ class StudyLines:
                 if any(words in record.getMessage() for words in _BY_SIGTERM):
                     # Of the job whose failure follows, perhaps before it had a log.
                     self._reason = STOPPED.format(signal="SIGTERM")
-                if event not in _UNSHOWN_EVENTS and not _is_noise(record):
+                if record.getMessage().startswith(_STOPPING):
+                    yield from [] if self._is_stopping else ["stopping: running jobs finish first", CONTINUES]
+                    self._is_stopping = True
+                elif event not in _UNSHOWN_EVENTS and not _is_noise(record):
                     yield record.getMessage().rstrip()
 
     def _begin(self, stats: dict[str, int]) -> Iterator[str]:

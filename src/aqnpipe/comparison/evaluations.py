@@ -284,7 +284,7 @@ def _read_rows(path: Path) -> tuple[pl.DataFrame, list[str]]:
             raise
     rows = read_unchecked_table(path)
     unique = rows.unique(ROW_KEYS, keep="first", maintain_order=True)
-    return unique, [f"{len(rows) - len(unique)} rows repeat a question within a pass"]
+    return unique, [f"{len(rows) - len(unique)} rows repeat a question within an evaluation"]
 
 
 def _with_batches_as_clusters(path: Path, rows: pl.DataFrame) -> pl.DataFrame:
@@ -377,7 +377,7 @@ def _identical_levels(rows: pl.DataFrame, num_tables: int) -> list[dict[float, f
 
 def _question_problems(levels: Mapping[float, LevelScores]) -> list[str]:
     problems = [
-        f"noise level {level:g}: passes hold different questions" for level in levels if not levels[level].question_ids
+        f"noise level {level:g}: questions differ by noise seed" for level in levels if not levels[level].question_ids
     ]
     if len({scores.question_ids for scores in levels.values()}) > 1 and not problems:
         problems.append("noise levels hold different questions")

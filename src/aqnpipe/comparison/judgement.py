@@ -28,7 +28,7 @@ class Evidence:
     def scores(self) -> Scores:
         """The scores of the comparison; ValueError if it was refused."""
         if self.contrast.scores is None:
-            raise ValueError(f"{self.contrast.comparison_id} was refused, so it has no scores")
+            raise ValueError(f"{self.contrast.comparison_id} was not accepted, so it has no scores")
         return self.contrast.scores
 
 

@@ -161,11 +161,11 @@ def progress(study: Study) -> str:
     num_open = sum(claim.state == "open" for claim in claims) if looks else len(study.comparisons())
     if number is None:
         at_end = f", {num_open} open at seeds.max {rule.max}" if num_open else ""
-        return f"no further look: {len(claims) - num_open} of {len(claims)} claims have ended{at_end}"
+        return f"no further interim analysis: {len(claims) - num_open} of {len(claims)} claims have ended{at_end}"
     before = dict.fromkeys(study.arms, 0) if not looks else looks[-1].seeds_per_arm
     growing = [arm for arm, seeds in seeds_after(study, looks).items() if seeds > before.get(arm, 0)]
     return (
-        f"look {number} of at most {rule.num_looks} is next, at {rule.seeds_at(number)} seeds of "
+        f"interim analysis {number} of at most {rule.num_looks} is next, at {rule.seeds_at(number)} seeds of "
         f"{', '.join(growing) or 'no arm'}; {num_open} of {len(study.comparisons())} claims open"
     )
 

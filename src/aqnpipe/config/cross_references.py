@@ -180,7 +180,7 @@ def _device_has_effect(scope: Scope, device: str, name: str) -> str | None:
     if name in study.evaluation.machines or machine.counterpart is not None or is_diagnosed:
         return None
     why = "it was diagnosed elsewhere" if machine.diagnosed_in else "nothing is diagnosed in this study"
-    return f"no device, which has no effect: {why}, it has no counterpart, and evaluation.machines lacks it"
+    return f"no device, which has no effect: {why}, it has no `counterpart`, and evaluation.machines lacks it"
 
 
 def _evaluates_otherwise(scope: Scope, name: str, *_: str) -> str | None:
@@ -190,17 +190,17 @@ def _evaluates_otherwise(scope: Scope, name: str, *_: str) -> str | None:
     is_here = study.other_kind(name) is None
     if counterpart is None:
         is_same = is_here and not machine.faults
-        return "a machine with another device, simulated faults or a counterpart" if is_same else None
+        return "a machine with another device, simulated faults or a `counterpart`" if is_same else None
     for role, model in study.models.items():
         if counterpart.attention not in (None, model.attention):
             return (
-                f"a counterpart with attention {model.attention} as of model {role}, not {counterpart.attention}: "
+                f"a `counterpart` with attention {model.attention} as of model {role}, not {counterpart.attention}: "
                 "noise on attention would be another one"
             )
         changed = (counterpart.dtype, counterpart.threads, counterpart.batch_size)
         usual = (model.dtype, study.evaluation.threads, study.evaluation.batch_size)
         if is_here and all(new in (None, old) for new, old in zip(changed, usual, strict=True)):
-            return f"a counterpart with another dtype, threads or batch_size than model {role} has here"
+            return f"a `counterpart` with another dtype, threads or batch_size than model {role} has here"
     return None
 
 
@@ -334,7 +334,7 @@ def _energy(scope: Scope, base: float) -> str | None:
         if strategy != "published" and not rule.sigma_min <= base <= rule.sigma_max:
             return (
                 f"sigma_min {rule.sigma_min:g} to sigma_max {rule.sigma_max:g}: the sigmas {strategy} of arm {name} "
-                "have its energy"
+                "have its total variance"
             )
     return None
 
@@ -399,7 +399,7 @@ def _unit(scope: Scope, unit: str) -> str | None:
     if isinstance(dataset, GeneratedDataset) or getattr(dataset, "cluster_column", None):
         return "question: the questions of the data set have clusters"
     is_other = scope.is_of_task or scope.study.generation.backend == "vllm"
-    return "question: vLLM and lm-evaluation-harness make batches of their own" if is_other else None
+    return "question: vLLM and lm-evaluation-harness choose their batches themselves" if is_other else None
 
 
 def _same(key: str) -> Check:
@@ -446,7 +446,7 @@ def _scorer(scope: Scope, scorer: str) -> str | None:
 
 
 def _none_of_task(scope: Scope, value: object) -> str | None:
-    return "none: the task says how responses are drawn" if scope.is_of_task else None
+    return "none: the task says how responses are sampled" if scope.is_of_task else None
 
 
 def _backend_of_task(scope: Scope, backend: str) -> str | None:

@@ -155,7 +155,7 @@ def _refuse_another(function: str, in_folder: str) -> None:
 def _places(function: str) -> str:
     if folder := _folder_of(function):
         return f"in {folder}"
-    return "in the working directory, beside the study file or where Python looks (PYTHONPATH)"
+    return "in the working directory, beside the study file or on Python's path (PYTHONPATH)"
 
 
 def source_digest(function: str) -> str:

@@ -91,7 +91,7 @@ class EvaluationNoise(FrozenModel):
         if self.operator_noise is not None and is_fixed(self.operator_noise.error) and computed != "decomposed":
             return (
                 f"operator_noise.error.redraw: found never, the model computes attention {attention} as one operator, "
-                "expected attention eager, whose products have operands of their own"
+                "expected attention eager, whose products have separate operands"
             )
         given = None if self.operator_noise is None else self.operator_noise.attention
         if given in (None, computed):

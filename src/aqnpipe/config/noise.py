@@ -253,7 +253,7 @@ class OperatorNoise(FrozenModel):
                 raise ValueError("fake_quantization applies to products with a weight only, expected operators: matmul")
             if "backward" in self.phases:
                 raise ValueError(
-                    "fake_quantization has no backward error of its own (its backward products use the quantized "
+                    "fake_quantization has no separate backward error (its backward products use the quantized "
                     "operands whenever actor_forward does), expected phases without backward"
                 )
         return self
@@ -601,7 +601,7 @@ class Machine(FrozenModel):
         if self.counterpart is not None and self.faults:
             raise ValueError("counterpart: a parity is measured without simulated faults, remove faults")
         if self.measured_in is not None and (self.counterpart is not None or self.faults):
-            raise ValueError("measured_in: a machine measured elsewhere has no counterpart and no faults, remove them")
+            raise ValueError("measured_in: a machine measured elsewhere has no `counterpart` or faults, remove them")
         if self.diagnosed_in is not None and self.faults:
             raise ValueError("diagnosed_in: a machine diagnosed elsewhere has no simulated faults, remove faults")
         return self

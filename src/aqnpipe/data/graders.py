@@ -35,7 +35,7 @@ def grader(scorer: Scorer | str, source_sha256: str | None = None) -> Grader:
     if ":" not in scorer:
         return _scorer(scorer)
     if source_sha256 is None:
-        raise RuntimeError("a scorer of a user's own without the digest of its source; this is a bug")
+        raise RuntimeError("a custom scorer without the digest of its source; this is a bug")
     return _custom(scorer, planned_function(scorer, source_sha256))
 
 

@@ -309,7 +309,7 @@ def _messages(value: Any, where: str, column: str) -> list[tuple[str, str]]:
     for message in value:
         pair = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
         if not (isinstance(pair[0], str) and isinstance(pair[1], str)):
-            raise DataError(f"{where}: column {column}: found {_shown(message)}, expected role and content, both text")
+            raise DataError(f"{where}: column {column}: found {_shown(message)}, expected `role` and `content` as text")
         found.append((str(pair[0]), str(pair[1])))
     return found
 

@@ -94,8 +94,8 @@ def _refuse_left_out(turns: Sequence[Mapping[str, str]], text: str, tokenizer: "
         start = text.find(content, end)
         if start < 0:
             raise ModelError(
-                f"chat template of {tokenizer.name_or_path!r} leaves out the content of a turn of role {turn['role']}, "
-                f"{content[:80]!r}, expected every turn in the prompt"
+                f"chat template of {tokenizer.name_or_path!r} leaves out the content of a turn with `role` "
+                f"{turn['role']}, {content[:80]!r}, expected every turn in the prompt"
             )
         end = start + len(content)
 

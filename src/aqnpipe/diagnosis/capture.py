@@ -59,7 +59,7 @@ def capture_layer_inputs(model: nn.Module, prompt_ids: Tensor) -> list[LayerInpu
         if hidden.ndim != 3:
             raise ModelError(
                 f"decoder layer {index} of {type(model).__name__} takes hidden states of shape {tuple(hidden.shape)}, "
-                "expected [sequences, tokens, channels]; use a model of another family"
+                "expected [sequences, tokens, channels]; use another model family"
             )
         inputs[index] = LayerInput(hidden, rest)
 

@@ -94,7 +94,7 @@ def compare(
     if not isinstance(observed, Tensor) or expected.numel() != observed.numel():
         raise ModelError(
             f"the diagnosis does not support the {site} of decoder layer {layer}: probe {probe} expected "
-            f"{tuple(expected.shape)}, found {found}; use a model of another family"
+            f"{tuple(expected.shape)}, found {found}; use another model family"
         )
     num_channels = observed.shape[-1]
     with on_host():

@@ -155,7 +155,7 @@ def metered(layers: Sequence[LayerSites], num_tokens: int) -> Iterator[Cost]:
     """Count multiply-adds in the linear modules of `layers`; the unit is `num_tokens` tokens through all layers."""
     linears = {module: weight for sites in layers for module in sites.layer.modules() if (weight := _weight(module))}
     if not linears:
-        raise ModelError("the decoder layers have no linear modules to probe; use a model of another family")
+        raise ModelError("the decoder layers have no linear modules to probe; use another model family")
     cost = Cost(whole_model=num_tokens * sum(size for _, size in linears.values()))
 
     def count(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:

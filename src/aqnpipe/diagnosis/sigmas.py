@@ -161,7 +161,7 @@ def _move_to_sources(rows: list[dict[str, float]], decisions: dict[int, _LayerDe
             source = layer
         elif row["role"] == "sat_prop":
             if source is None:
-                raise DataError(f"layer {layer} has role sat_prop, but no layer before it has role source")
+                raise DataError(f"layer {layer} is sat_prop, but no layer before it is source")
             if decisions[layer].raises:
                 decisions[layer].notes.append(
                     f"raise goes to source layer {source} ({'; '.join(decisions[layer].raises)})"
@@ -209,7 +209,7 @@ def _graded_sigmas(
     placed, words = order, "more noise where the model is robust"
     if strategy == "shuffled_layers":
         placed = np.random.default_rng(derive_seed(rule.seed, "sigmas.shuffled_layers")).permutation(len(order))
-        words = f"control: the sigmas of robust_first in an order drawn at random (seed {rule.seed})"
+        words = f"control: the sigmas of robust_first in a random order (seed {rule.seed})"
     layers = [int(layer) for layer in table["layer"]]
     weights = 1 / np.sqrt(np.maximum(sensitivity, np.finfo(np.float64).tiny))
     sigmas = _placed(layers, weights, placed, rule)
@@ -263,7 +263,7 @@ def _measured_sensitivity(table: pl.DataFrame) -> _Floats:
 def _errors_of(layers: list[int], errors: Mapping[int, float] | None) -> NDArray[np.float64]:
     if errors is None:
         raise DataError(
-            "no measured error of the layers was given, expected that of a machine with a counterpart, or `aqnpipe "
+            "no measured error of the layers was given, expected that of a machine with a `counterpart`, or `aqnpipe "
             "sigmas --parity` with a file of `aqnpipe parity --json`"
         )
     if sorted(errors) != layers:

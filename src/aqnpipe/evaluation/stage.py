@@ -309,7 +309,7 @@ class _TaskRun:
     def facts(self, level: float, noise_seed: int, rows: pl.DataFrame) -> PassFacts:
         """Return the facts of a pass."""
         if digests_in_memory(self.model.model) != self._weights:
-            raise ReceiptError("evaluation invalid: the weights in memory changed during a pass")
+            raise ReceiptError("evaluation invalid: the weights in memory changed during an evaluation")
         has_noise = self.model.noise.operator_noise or self.model.noise.module_noise
         return PassFacts(
             noise_level=level,

@@ -24,7 +24,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.log_probabilities and self.temperature is None:
-            raise ValueError("log-probabilities need drawn tokens, found temperature None; this is a bug")
+            raise ValueError("log-probabilities need sampled tokens, found temperature None; this is a bug")
 
 
 @dataclass(frozen=True)

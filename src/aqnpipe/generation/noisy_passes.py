@@ -181,7 +181,7 @@ class TransformersPasses:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: NoiseKey) -> list[Completion]:
         """Return one completion per prompt, in order."""
         if self._noise is None or self._recorder is None:
-            raise RuntimeError("no pass has begun; this is a bug")
+            raise RuntimeError("no forward pass has begun; this is a bug")
         with phase_noise(self._model, self._noise, self._noise.phase, key, self._recorder, faults=self._faults):
             # Each row needs its own noise, so that responses are independent: under noise no prefix is shared.
             return self._backend.generate(prompts, sampling, share_prefix=self._noise.is_clean)
@@ -194,12 +194,12 @@ class TransformersPasses:
         """End the pass and return its measurements."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
-            raise RuntimeError("no pass has begun; this is a bug")
+            raise RuntimeError("no forward pass has begun; this is a bug")
         norms = norms_sha256(self._model)
         if self._norms is None and self._verify is not None:
             self._verify()
         if self._norms not in (None, norms):
-            raise ReceiptError("receipt invalid: the norm weights changed between two passes over the questions")
+            raise ReceiptError("receipt invalid: the norm weights changed between two evaluations of the questions")
         self._norms = norms
         return PassMeasurements(len(decoder_layers(self._model)), num_rms_norms(self._model), (recorder.state(),))
 

@@ -311,7 +311,7 @@ def _mismatches(table: pl.DataFrame, receipts: LossStudyReceipts) -> list[str]:
     columns = ["condition", "magnitude", "order", "noise_seed"]
     in_table = set(table.select(columns).unique().iter_rows())
     in_receipts = {_key(study_pass) for study_pass in receipts.passes}
-    problems = [f"no receipt for pass {key}" for key in sorted(in_table - in_receipts, key=str)]
-    problems += [f"no rows for pass {key}" for key in sorted(in_receipts - in_table, key=str)]
+    problems = [f"no receipt for evaluation {key}" for key in sorted(in_table - in_receipts, key=str)]
+    problems += [f"no rows for evaluation {key}" for key in sorted(in_receipts - in_table, key=str)]
     texts = table.group_by(columns).agg(pl.col("question_id").sort().str.join("\n"))["question_id"].n_unique()
-    return problems + (["passes hold different texts"] if texts > 1 else [])
+    return problems + (["the evaluations hold different texts"] if texts > 1 else [])

@@ -36,13 +36,13 @@ def load_config(folder: Path) -> "PreTrainedConfig":
     if isinstance(family, str) and family in CONFIG_MAPPING:
         # The configurations of other families (detectors with a backbone) may fetch from the hub.
         if CONFIG_MAPPING[family] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ModelError(f"{path}: model_type is {family!r}, expected a decoder-only family")
+            raise ModelError(f"{path}: model_type is {family!r}, expected a decoder-only model")
         for key in _taken(CONFIG_MAPPING[family], content):
-            raise ModelError(f"{path}: {key} is not a setting of {family}, but a part of transformers' own code")
+            raise ModelError(f"{path}: {key} is not a setting of {family}, but a part of transformers' code")
     generation = folder / "generation_config.json"
     for key in read_json_object(generation) if generation.exists() else ():
         if callable(getattr(GenerationConfig, key, None)):
-            raise ModelError(f"{generation}: {key} is not a setting, but a part of transformers' own code")
+            raise ModelError(f"{generation}: {key} is not a setting, but a part of transformers' code")
     quantization = content.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method is not None and method not in (*AUTO_QUANTIZER_MAPPING, "bitsandbytes"):

@@ -27,7 +27,7 @@ GROUPED_SDPA = "aqnpipe_grouped_sdpa"
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Types of decoder layers, in the words of a transformers configuration, that attend to keys and values of tokens."""
 
-_ADVICE = "use a model of another family"
+_ADVICE = "use another model family"
 
 _LAYER_NUMBER = re.compile(rf"(?:^|\.)(?:{'|'.join(_LAYER_LISTS)})\.(\d+)\.")
 

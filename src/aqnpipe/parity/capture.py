@@ -192,7 +192,7 @@ def assemble(
     """
     num_scored = sum(len(ids) - 1 for ids in sequences)
     if len(scores) != num_scored:
-        raise ModelError(f"{len(scores)} tokens have a log-probability, expected {num_scored}: not every pass was seen")
+        raise ModelError(f"{len(scores)} tokens have a log-probability, expected {num_scored}: some were not seen")
     if not facts["num_compared_parameters"]:
         raise ModelError(
             f"{facts['model_class']}: no parameter has the name and shape of one in the model's files, so its weights "

@@ -117,8 +117,8 @@ def sides_of(first: Capture, second: Capture) -> tuple[Sides, tuple[str, ...]]:
         raise DataError("the captures have no recorded token in common; capture again with the same --max-rows")
     if not same_inputs:
         notes.append(
-            "The second capture was not made with --replay, so both sides' operators had their own inputs: own errors "
-            "are differences of the errors against exact results, on sampled channels."
+            "The second capture was not made with --replay, so operators of the two sides had different inputs: "
+            "operator errors are differences of the errors against exact results, on sampled channels."
         )
     return Sides(first, second, *rows, same_inputs), tuple(notes)
 

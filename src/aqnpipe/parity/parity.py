@@ -90,7 +90,7 @@ def _summary(
         return (
             f"the two sides do not compute the same function: their models have other settings "
             f"({_list(list(other_function))}), and log-probabilities differ by {rms:.2g} nats (RMS). Operators were "
-            "compared with what their own side's settings ask for; capture the second side again with --replay to "
+            "compared with what the settings of their side ask for; capture the second side again with --replay to "
             "see which of them differ on the same input."
         )
     if verdict == "equal":
@@ -103,7 +103,7 @@ def _summary(
     if verdict == "rounding" and sides.same_inputs:
         return "all operators differ by rounding at most."
     if verdict == "rounding":
-        return "every operator is within rounding of the exact result for its own input; no input was the same."
+        return "every operator is within rounding of the exact result for its input; no input was the same."
     worst = [operator for operator in beyond if operator.verdict == verdict]
     first = beyond[0]
     return (

@@ -183,13 +183,13 @@ class Recorder:
         for name, (query, key, value, facts) in self._attention.items():
             self._judge_attention(self.operators[name], query, key, value, facts)
         if not self.operators:
-            raise ModelError("no operator was seen: none of the passes was over the tokens of the capture")
+            raise ModelError("no operator was seen: no forward pass was over the tokens of the capture")
         wanted = torch.arange(self.sample.num_rows)
         for name, found in self.operators.items():
             if not torch.equal(found.seen.sort()[0], wanted):
                 raise ModelError(
                     f"operator {name}: seen for {len(found.seen)} tokens, expected each of {len(wanted)} once; "
-                    "a pass of another kind (profiling, padding) would be compared"
+                    "a forward pass of another kind (profiling, padding) would be compared"
                 )
         return self.operators
 

@@ -244,7 +244,7 @@ class MachineReceipt(Shown):
         lines = [
             f"requested  {self.requested.error}, in {' and '.join(self.requested.phases)}",
             f"measured   {'-' if scale is None else f'{scale:.4f}'} from {self.recomputed_numbers:,} recomputed values",
-            f"products   {self.noised:,} of {self.products:,} had the error, in {self.passes:,} passes"
+            f"products   {self.noised:,} of {self.products:,} had the error, in {self.passes:,} forward passes"
             + (f" and {self.backward_passes:,} backward passes" if self.backward_passes else ""),
         ]
         for what, number in sorted(self.without_error().items()):
@@ -259,7 +259,7 @@ class MachineReceipt(Shown):
         if len(operators) > _LISTED:
             lines.append(f"           and {len(operators) - _LISTED} more operators, in table()")
         problems = self.problems()
-        lines += [f"REFUSED    {problem}" for problem in problems] or ["accepted"]
+        lines += [f"INVALID    {problem}" for problem in problems] or ["accepted"]
         return "\n".join(lines)
 
     def without_error(self) -> dict[str, int]:

@@ -221,7 +221,7 @@ class DecodingTrace:
             if gap > 1:
                 wrong.setdefault(draw.row, draw.step)
         cause = cause_of(draws, self._choice.temperature or 1.0) if wrong else ""
-        temperature = f"the study samples at temperature {self._choice.temperature:g} with draws keyed by this batch"
+        temperature = f"the study samples at temperature {self._choice.temperature:g}, keyed by this batch"
         return gaps, [(row, f"token {step + 1} is {cause}; {temperature}") for row, step in sorted(wrong.items())]
 
     def _draws(self, rows_of: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[Draw]:

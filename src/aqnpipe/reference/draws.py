@@ -46,7 +46,7 @@ def cause_of(draws: Sequence[Draw], temperature: float) -> str:
         return "the most probable one, as all are: decoded greedily"
     fitting = [value / 20 for value in range(2, 61) if all(draw.gap(value / 20) <= 1 for draw in draws)]
     if fitting:
-        return f"drawn at temperature {fitting[0]:g} to {fitting[-1]:g}"
+        return f"sampled at temperature {fitting[0]:g} to {fitting[-1]:g}"
     if all(draw.gap(temperature, max(ranks)) <= 1 for draw in draws):
-        return f"another draw: only the {max(ranks)} most probable tokens can be drawn (top-k or top-p)"
-    return "another draw: of another seed, or of a distribution that was changed (top-p, a penalty)"
+        return f"another sample: only the {max(ranks)} most probable tokens can be chosen (top-k or top-p)"
+    return "another sample: of another seed, or of a distribution that was changed (top-p, a penalty)"

@@ -11,11 +11,16 @@ from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.study import Study
 from aqnpipe.report.inputs import Evaluated, ReportData
 from aqnpipe.report.responses import first_pass
-from aqnpipe.report.words import clipped
+from aqnpipe.report.tables import Row, Table
+from aqnpipe.report.words import Words, at_noise, clipped
 
 MAX_QUESTIONS_PER_GROUP = 15
 MAX_QUESTION_CHARACTERS = 700
 MAX_RESPONSE_CHARACTERS = 700
+MAX_OUTCOMES = 2000
+"""Questions of the table of outcomes."""
+MAX_OUTCOME_COLUMNS = 24
+MAX_OUTCOME_CHARACTERS = 120
 
 FLIP_COLUMNS = {
     "treatment": pl.String,
@@ -74,8 +79,7 @@ def flips(pair: ArmPair, study: Study, data: ReportData) -> tuple[pl.DataFrame, 
     After the last step; of the first sample and, at noisy levels, the first noise seed. A pretrained model is compared
     with every seed.
     """
-    model = next(study.arms[arm].model for arm in (pair.treatment, pair.control) if arm in study.arms)
-    evaluations = [evaluated for evaluated in data.evaluations if evaluated.source.model == model]
+    evaluations = _of_model(pair, study, data)
     treatment, control = _last_by_seed(evaluations, pair.treatment), _last_by_seed(evaluations, pair.control)
     scorer = scorer_column(study.config.evaluation.primary_scorer)
     parts, num_questions = [], 0
@@ -117,6 +121,43 @@ def explorer(pair: ArmPair, flipped: pl.DataFrame, num_questions: int, num_seeds
         groups.append({"winner": getattr(pair, side), "num_questions": len(won), "shown": shown, "slug": side})
     noise_seed = next(iter(flipped["noise_seed"]), None)
     return Explorer(pair, noise_seed, num_seeds, num_questions, by_question.height, tuple(groups))
+
+
+def outcomes(pair: ArmPair, study: Study, data: ReportData, words: Words) -> Table | None:
+    """Return in how many seeds each arm answers each question correctly, without questions that all answer alike.
+
+    Responses as in `flips`, of all arms of the same model. None if there are none, or more arms than a table can show.
+    """
+    evaluations, scorer = _of_model(pair, study, data), scorer_column(study.config.evaluation.primary_scorer)
+    arms = list(dict.fromkeys(evaluated.source.arm for evaluated in evaluations))
+    if len(arms) > MAX_OUTCOME_COLUMNS:
+        return None
+    table = data.test_problems.select("question_id", "question")
+    for number, arm in enumerate(arms):
+        last = _last_by_seed(evaluations, arm).values()
+        found = pl.concat(_responses(each, pair.noise_level, scorer, "arm") for each in last)
+        correct = pl.col("arm_correct")
+        text = pl.format("{}/{}", correct.sum(), pl.len()).alias(f"text{number}")
+        counted = found.group_by("question_id").agg(correct.mean().alias(f"share{number}"), text)
+        table = table.join(counted, on="question_id")
+    shares = [pl.col(f"share{number}") for number in range(len(arms))]
+    spread = pl.max_horizontal(shares) - pl.min_horizontal(shares)
+    differing = table.filter(spread > 0).sort(spread, "question_id", descending=[True, False])
+    if differing.is_empty():
+        return None
+    texts = differing.select("question_id", "question", *(f"text{number}" for number in range(len(arms))))
+    rows = (
+        Row((name, clipped(question, MAX_OUTCOME_CHARACTERS)[0], *cells))
+        for name, question, *cells in texts.iter_rows()
+    )
+    headers = (words("column.id"), words("column.question"), *arms)
+    caption = words("explorer.outcomes", where=at_noise(pair.noise_level, words))
+    return Table("outcomes", caption, headers, tuple(rows), num_text_columns=2, max_rows=MAX_OUTCOMES)
+
+
+def _of_model(pair: ArmPair, study: Study, data: ReportData) -> list[Evaluated]:
+    model = next(study.arms[arm].model for arm in (pair.treatment, pair.control) if arm in study.arms)
+    return [evaluated for evaluated in data.evaluations if evaluated.source.model == model]
 
 
 def _question(flipped: pl.DataFrame, question_id: str, winner: str) -> dict[str, Any]:

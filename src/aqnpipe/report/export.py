@@ -101,7 +101,7 @@ def export_paper(
     formats: Sequence[TableFormat],
 ) -> list[Path]:
     """Write every figure and table of the report below `folder`, and figures/captions.md; return the paths."""
-    written, captions = [], [facts(study, data, words)]
+    written, captions, size = [], [], facts(study, data, words)
     contents = list(_sections(study, data, words))
     for name, figure, own in contents:
         if figures and figure is not None:
@@ -110,12 +110,12 @@ def export_paper(
                 paths = (folder / "figures" / f"{stem}.{suffix}" for suffix in figures)
                 written += [_write_figure(path, svg, _COLUMNS[panel.wide]) for path in paths]
             titles = "; ".join(markdown(f"{stem}: {panel.title}") for stem, panel, _ in pictures)
-            captions.append(f"**{titles}.** {markdown(figure.caption)}")
+            captions.append(f"**{titles}.** {markdown(figure.caption)} ({size})")
         for each in own if formats else ():
             # Names of paired tables hold ids of comparisons, which a path cannot hold as they are.
             stem = f"{name}-{_NOT_IN_STEMS.sub('-', each.name)}"
             written += [_write_table(folder, stem, each, form) for form in formats]
-    if len(captions) > 1:
+    if captions:
         write_text(folder / "figures" / "captions.md", "\n\n".join(captions) + "\n")
         written.append(folder / "figures" / "captions.md")
     if twice := [str(path) for path, number in Counter(written).items() if number > 1]:

@@ -23,10 +23,12 @@ def signed(value: float, digits: int) -> str:
 
 
 def p_value(value: float | None) -> str:
-    """Format a p-value: three decimals, two above 0.1, and a bound below 0.001."""
+    """Format a p-value: three decimals, two above 0.1; two digits below 0.001, and a bound below 1e-15."""
     if value is None:
         return MISSING
-    return f"<{NBSP}0.001" if value < 0.001 else f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
+    if value < 0.001:
+        return f"<{NBSP}1e−15" if value < 1e-15 else _true_minus(f"{value:.1e}").replace("−0", "−")
+    return f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
 
 
 def scale(value: float | None) -> str:
@@ -65,7 +67,8 @@ def _percent_with_sign(fraction: float) -> str:
 
 
 def _p_with_relation(value: float) -> str:
-    return f"p{NBSP}{p_value(value)}" if value < 0.001 else f"p{NBSP}={NBSP}{p_value(value)}"
+    text = p_value(value)
+    return f"p{NBSP}{text}" if text.startswith("<") else f"p{NBSP}={NBSP}{text}"
 
 
 FORMATS: Mapping[str, Callable[[float], str]] = {

@@ -9,7 +9,7 @@ from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import NUMBER_SCORERS
-from aqnpipe.report import charts, diagnosis, machines, published, receipts, tables, training
+from aqnpipe.report import charts, diagnosis, explorer, machines, published, receipts, tables, training
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.claims import MAX_CLAIMS_PER_LOOK, claim_text, look_table
 from aqnpipe.report.inputs import Diagnosis, Evaluated, ReportData, Run
@@ -70,7 +70,7 @@ ARMS_PER_PICTURE = 8
 
 
 def sections(study: Study, data: ReportData, scales: Sequence[MachineScale], words: Words) -> list[Section]:
-    """Return the sections of the page behind the answer; the explorer has no parts, because it has its own template."""
+    """Return the sections of the page behind the answer; the template has the questions of the explored pair."""
     run_link = receipts.run_links(data.runs)
     models = {model: model_figures(study, data, model, words, run_link) for model in model_roles(data)}
     verdicts = {model: [one for one in data.diagnoses if one.model == model] for model in models}
@@ -100,6 +100,8 @@ def sections(study: Study, data: ReportData, scales: Sequence[MachineScale], wor
         Part("folded", (Part("table", checks),), checks.caption),
         *([Part("figure", segments, stem="segments")] if segments else []),
     )
+    pair = explorer.explored_pair(study, data.comparisons)
+    outcomes = explorer.outcomes(pair, study, data, words) if pair else None
     found = [
         of_models("accuracy", "accuracy.none", folded=words("accuracy.figure") if is_long else ""),
         of_models("robustness", "accuracy.none"),
@@ -109,7 +111,12 @@ def sections(study: Study, data: ReportData, scales: Sequence[MachineScale], wor
         of_models("diagnosis", "diagnosis.none"),
         Section("faults", diagnosis.fault_parts(data, words)),
         Section("receipts", tuple(receipts.receipt_parts(data, words, run_link))),
-        Section("explorer", (Part("text", words("explorer.none")),)),
+        Section(
+            "explorer",
+            (Part("folded", (Part("table", outcomes),), outcomes.caption),)
+            if outcomes
+            else (Part("text", words("explorer.none")),),
+        ),
         Section("comparisons", comparisons if compared.rows else (Part("text", words("comparisons.none")),)),
         Section("costs", (Part("figure", costs) if costs else Part("text", words("costs.none")),)),
         Section("provenance", tuple(receipts.provenance_parts(study, data, words, run_link))),

@@ -116,7 +116,7 @@ def _too_few(num_leases: int, found: int) -> str:
         if job is None
         else (f"the devices of Slurm job {job}", "")
     )
-    return f"device leases: the profile gives {num_leases} of {whose} to a job, found {found}{where}"
+    return f"devices: the profile gives {num_leases} of {whose} to a job, found {found}{where}"
 
 
 @contextmanager

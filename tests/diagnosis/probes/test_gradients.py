@@ -222,5 +222,5 @@ def test_the_gradient_of_the_final_norm_is_probed(dtype):
 @pytest.mark.parametrize(("family", "named"), [("gpt2", "wpe"), ("opt", "embed_positions"), ("llama", None)])
 def test_learned_positions_are_named_as_untested(family, named):
     _, untested = gaps_of(tiny_model_of(family))
-    found = [gap.part.rsplit(".", 1)[-1] for gap in untested if gap.reason == "no probe looks its rows up"]
+    found = [gap.part.rsplit(".", 1)[-1] for gap in untested if gap.reason == "no probe reads its rows"]
     assert found == ([] if named is None else [named])

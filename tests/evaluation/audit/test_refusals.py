@@ -247,9 +247,13 @@ def test_an_accident_is_refused(run, tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     ("name", "value", "cause"),
     [
-        ("temperature", at(temperature=0.7), r"drawn at temperature 0\.[\d. to]*; the study samples at temperature 1"),
+        (
+            "temperature",
+            at(temperature=0.7),
+            r"sampled at temperature 0\.[\d. to]*; the study samples at temperature 1",
+        ),
         ("greedy", at(temperature=None), "decoded greedily; the study samples at temperature 1"),
-        ("the same draws for all samples", same_seed, "another draw: of another seed, .*; the study samples"),
+        ("the same draws for all samples", same_seed, "another sample: of another seed, .*; the study samples"),
     ],
 )
 def test_other_draws_are_refused(run, tmp_path, monkeypatch, name, value, cause):

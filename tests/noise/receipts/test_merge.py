@@ -188,7 +188,7 @@ def test_a_worker_whose_noise_stopped_half_way_is_refused(measurements_of):
         return {}
 
     text = refusal(measurements_of, "operators", short)
-    assert "worker 1 of 2: actor_forward mm layer 0: 7 noised calls in 2 passes, worker 0 had 14 in 2" in text
+    assert "worker 1 of 2: actor_forward mm layer 0: 7 noised calls in 2 runs, worker 0 had 14 in 2" in text
 
 
 def test_a_worker_with_fewer_passes_is_refused(measurements_of):
@@ -198,7 +198,7 @@ def test_a_worker_with_fewer_passes_is_refused(measurements_of):
                 row.passes = 1
         return {}
 
-    assert "worker 1 of 2: backward: 1 passes, worker 0 had 2" in refusal(measurements_of, "operators", idle)
+    assert "worker 1 of 2: backward: ran 1 times, on worker 0 2 times" in refusal(measurements_of, "operators", idle)
 
 
 def test_a_worker_that_lacks_a_phase_is_refused(measurements_of):

@@ -70,15 +70,15 @@ def test_of_a_run_that_goes_on_only_the_steps_done_are_compared():
     rows = {place: row for place, row in rows_of_a_run().items() if place[1] < 2}
     assert problems_of(rows, steps_done=2) == []
     assert problems_of(rows, steps_done=3) == [
-        "rollout: no pass of it was seen, in step 2",
-        "actor_forward: no pass of it was seen, in step 2",
+        "rollout: it was never seen, in step 2",
+        "actor_forward: it was never seen, in step 2",
     ]
 
 
 @pytest.mark.parametrize(
     ("place", "changes", "problem"),
     [
-        (("rollout", 2), {"passes": 0}, "rollout: no pass of it was seen, in step 2"),
+        (("rollout", 2), {"passes": 0}, "rollout: it was never seen, in step 2"),
         (
             ("rollout", 2),
             {"sequences": 0},
@@ -87,45 +87,49 @@ def test_of_a_run_that_goes_on_only_the_steps_done_are_compared():
         (
             ("rollout", 0),
             {"noised_parts": 14},
-            "rollout: its 5 passes had noise in 14 layers altogether, expected 3 in each, in step 0",
+            "rollout: ran 5 times with noise in 14 layers altogether, expected 3 in each, in step 0",
         ),
         (
             ("rollout", 0),
             {"formats": {"float32", "float32 with a cache of bfloat16"}},
-            "rollout: passes computed in float32 with a cache of bfloat16, the study asks for float32, in step 0",
+            "rollout: computed in float32 with a cache of bfloat16, the study asks for float32, in step 0",
         ),
         (
             ("rollout", 0),
             {"formats": {"float32 with dropout"}},
-            "rollout: passes computed in float32 with dropout, the study asks for float32, in step 0",
+            "rollout: computed in float32 with dropout, the study asks for float32, in step 0",
         ),
         (
             ("rollout", 2),
             {"modes": {"evaluation", "training"}},
-            "rollout: passes computed in training mode, the study asks for evaluation, in step 2",
+            "rollout: computed in training mode, the study asks for evaluation, in step 2",
         ),
         (
             ("actor_forward", 1),
             {"attention": {"sdpa"}},
-            "actor_forward: passes computed in sdpa attention, the study asks for eager, in step 1",
+            "actor_forward: computed in sdpa attention, the study asks for eager, in step 1",
         ),
         (
             ("rollout", 2),
             {"largest_first_position": 12},
-            "rollout: a first pass began at position 12: tokens were read before the phase",
+            "rollout: a first forward pass began at position 12: tokens were read before",
         ),
         (
             ("actor_forward", 1),
             {"trained_sequences": 8},
             "actor_forward: 8 sequences were trained on, the study needs 4, in step 1",
         ),
-        (("actor_forward", 3), {"gradient_passes": 3}, "backward: 2 passes, the actor's had 3, in step 3"),
+        (
+            ("actor_forward", 3),
+            {"gradient_passes": 3},
+            "backward: ran 2 times, the actor 3 times, in step 3",
+        ),
         (
             ("backward", 3),
             {"noised_parts": 2},
-            "backward: its 2 passes had noise in 2 layers altogether, expected 2 in each, in step 3",
+            "backward: ran 2 times with noise in 2 layers altogether, expected 2 in each, in step 3",
         ),
-        (("validation", 4), {"passes": 0}, "validation: no pass of it was seen, in step 4"),
+        (("validation", 4), {"passes": 0}, "validation: it was never seen, in step 4"),
     ],
 )
 def test_a_row_that_is_missing_or_different_is_a_problem(place, changes, problem):
@@ -164,7 +168,7 @@ def test_what_an_engine_does_not_count_is_not_compared_but_its_passes_are():
         rows["rollout", step] = Row("rollout", step, passes=7)
     assert problems_of(rows) == []
     rows["rollout", 2].passes = 0
-    assert problems_of(rows) == ["rollout: no pass of it was seen, in step 2"]
+    assert problems_of(rows) == ["rollout: it was never seen, in step 2"]
 
 
 def test_rows_of_two_workers_need_twice_the_sequences():

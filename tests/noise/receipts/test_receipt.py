@@ -59,10 +59,10 @@ def honest(model):
 def test_a_receipt_is_shown_in_a_line_per_phase(honest):
     shown = str(honest).splitlines()
     assert shown[0] == "requested     relative_gaussian 0.05 in rollout"
-    assert shown[1].startswith("rollout       4 passes, 112 calls with an error of size 0.0")
+    assert shown[1].startswith("rollout       4 runs, 112 calls with an error of size 0.0")
     assert shown[2:] == ["accepted"]
     refused = str(with_phase(honest, compared=0)).splitlines()
-    assert refused[2:] == ["REFUSED       rollout: no operator output was compared with plain torch"]
+    assert refused[2:] == ["INVALID       rollout: no operator output was compared with plain torch"]
 
 
 def test_a_receipt_of_a_study_has_the_same_table_and_a_notebook_view(honest):
@@ -162,7 +162,7 @@ def test_many_contradictions_are_counted(honest):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"audited_passes": {}}, "rollout: none of its 4 passes was audited"),
+        ({"audited_passes": {}}, "rollout: it ran 4 times and was never audited"),
         ({"recomputed": 0}, "rollout: no number of its noise was recomputed"),
     ],
 )

@@ -240,8 +240,8 @@ SABOTAGES = {
         {},
         "sign of the advantages",
     ),
-    "temperature of the sampler": (with_draws(temperature=0.5), {}, "tokens drawn in rollouts: .*temperature 0"),
-    "seed of the sampler": (with_draws(seed=1), {}, "tokens drawn in rollouts: .*another seed"),
+    "temperature of the sampler": (with_draws(temperature=0.5), {}, "tokens sampled in rollouts: .*temperature 0"),
+    "seed of the sampler": (with_draws(seed=1), {}, "tokens sampled in rollouts: .*another seed"),
     "temperature of the scores": (
         around(trainer, "selective_log_softmax", lambda o: lambda logits, ids: o(logits / 1.5, ids)),
         {},

@@ -173,10 +173,10 @@ def _machine_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Item]:
     advice = (
         ""
         if enough == "ok"
-        else f"one job leases {most} and all jobs {offered}: set both in the site block of the profile"
+        else f"one job reserves {most} and all jobs {offered}: set both in the site block of the profile"
     )
     if not ids:
         advice = (
-            "no GPU or NPU in /dev, CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES; plain `snakemake` leases none"
+            "no GPU or NPU in /dev, CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES; plain `snakemake` reserves none"
         )
     yield Item(name="leases", status=enough, found=f"{len(ids)} devices of kind {kind}", advice=advice)

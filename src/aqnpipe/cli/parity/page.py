@@ -68,19 +68,19 @@ def _verdicts(file: ParityFile) -> Markup:
         x, y, color=alt.Color("verdict:N").scale(colours).legend(orient="top", title=None)
     )
     text = base.mark_text(fontSize=8).encode(x, y, text="error:N")
-    return render_svg(alt.layer(field, text), "verdict and own error of every operator over depth")
+    return render_svg(alt.layer(field, text), "verdict and error of every operator over depth")
 
 
 def _errors(file: ParityFile) -> Markup:
-    """Return the largest own error of each layer and the error accumulated behind it."""
+    """Return the largest operator error of each layer and the error accumulated behind it."""
     layers = sorted({row.layer for row in file.operators if row.layer is not None})
     rows: list[dict[str, object]] = []
     for layer in layers:
         own = [row for row in file.operators if row.layer == layer]
-        rows.append({"layer": layer, "error": "largest own error", "value": max(row.relative_rms for row in own)})
+        rows.append({"layer": layer, "error": "largest operator error", "value": max(row.relative_rms for row in own)})
         stream = [row.accumulated_relative_rms for row in own if row.kind == _STREAM]
         rows += [{"layer": layer, "error": "accumulated behind the layer", "value": value} for value in stream]
-    names = ["largest own error", "accumulated behind the layer"]
+    names = ["largest operator error", "accumulated behind the layer"]
     colours = alt.Scale(domain=names, range=[series_colour(1), series_colour(2)])
     chart = (
         alt.Chart(

@@ -9,7 +9,7 @@ HEADINGS = (
     "operator",
     "layers",
     "verdict",
-    "own error",
+    "operator error",
     "bias",
     "ulps (99 %)",
     "same bits",
@@ -18,9 +18,9 @@ HEADINGS = (
     "alone, nats",
 )
 MEANINGS = (
-    "own error: RMS on the same input, relative to the results; bias: mean in the same unit; ulps: in the coarser "
-    "dtype; of bound: largest error over the forward error bounds; accumulated: in the sides' own passes, at the last "
-    "layer; alone: RMS change of log-probabilities with the second side's operator in the first side's place."
+    "operator error: RMS on the same input, relative to the results; bias: mean in the same unit; ulps: in the coarser "
+    "dtype; of bound: largest error over the forward error bounds; accumulated: in each side's forward passes, at the "
+    "last layer; alone: RMS change of log-probabilities with the second side's operator in the first side's place."
 )
 
 

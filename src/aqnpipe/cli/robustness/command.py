@@ -5,11 +5,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from signal import SIGTERM
 from typing import Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from aqnpipe.cli.interrupts import ends_at_once
 from aqnpipe.cli.options import NAMES, TrustCode, dataset_of, refuse_level
 from aqnpipe.cli.study import refuse_unusable_errors
 from aqnpipe.config.analysis import PRETRAINED
@@ -32,7 +34,7 @@ from aqnpipe.config.validation_messages import one_of
 from aqnpipe.config.yaml_file import load_yaml
 from aqnpipe.data.graders import refuse_unusable_scorer
 from aqnpipe.device import RequestedDevice
-from aqnpipe.errors import ConfigError
+from aqnpipe.errors import STOPPED, ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -137,10 +139,10 @@ def robustness(
         )
         for name in sources
     }
-    from aqnpipe.cli.robustness.evaluating import evaluate_checkpoints, text_of
-
     # Standard output is for the result; a scorer of a user's own may print too.
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(sys.stderr), ends_at_once(SIGTERM, f"{STOPPED.format(signal='SIGTERM')}\n"):
+        from aqnpipe.cli.robustness.evaluating import evaluate_checkpoints, text_of
+
         report = evaluate_checkpoints(sources, specs, data, dataset, output, alpha)
     typer.echo(f"written: {output / 'robustness.json'}, robustness.csv and robustness.md", err=True)
     typer.echo(report.model_dump_json(indent=2) if json else "\n".join(text_of(report)))

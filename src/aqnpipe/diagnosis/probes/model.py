@@ -107,7 +107,7 @@ def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
         name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and module is not tokens
     ]
     return [
-        *(Untested(part=name, reason="no probe looks its rows up") for name in others),
+        *(Untested(part=name, reason="no probe reads its rows") for name in others),
         Untested(part=f"gradients of {', '.join(without_probe)}", reason="no probe differentiates them"),
         Untested(
             part="other numbers of sequences",

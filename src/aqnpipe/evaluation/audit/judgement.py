@@ -20,7 +20,7 @@ from aqnpipe.reference.decoder import Finding
 UNOBSERVED = (
     "prompts as the model reads them",
     "choice of tokens",
-    "draws of samples",
+    "sampled tokens",
     "responses computed again",
     "weights, number format and noise keys at the time of a forward pass",
 )
@@ -47,7 +47,7 @@ class Judge:
 
     def judge(self, result: PassResult, rows: pl.DataFrame) -> None:
         """Raise ReceiptError if a pass, or the table of it, is not what the study requests."""
-        where = f"pass at level {result.noise_level:g}, noise seed {result.noise_seed}"
+        where = f"evaluation at level {result.noise_level:g}, noise seed {result.noise_seed}"
         problems = list(dict.fromkeys(self._problems(result, rows)))
         if not problems:
             self._passes.append(self._facts(result))

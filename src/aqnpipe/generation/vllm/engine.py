@@ -263,7 +263,7 @@ class VllmEngine:
         """
         noise, self._noise = self._noise, None
         if noise is None:
-            raise RuntimeError("no pass has begun; this is a bug")
+            raise RuntimeError("no forward pass has begun; this is a bug")
         replies = self.call_workers("aqnpipe_end_pass")
         recorder = noise.recorder(self._num_layers, self._workers[0]["num_norms"])
         workers = self._checked(replies)
@@ -321,7 +321,7 @@ class VllmEngine:
         if any(cached) and not share_prefix:
             raise ReceiptError(
                 f"receipt invalid: vLLM read {sum(cached)} prompt tokens from its cache, expected 0: each prompt needs "
-                "its own noise"
+                "separate noise"
             )
         # Request ids are numbers in the order of the queue.
         return sorted(outputs, key=lambda output: int(output.request_id))
@@ -374,8 +374,8 @@ class VllmEngine:
                 )
             if worker["model"].startswith("Transformers"):
                 raise ModelError(
-                    f"{self._folder / 'config.json'}: vLLM has no model class of its own for it and would run "
-                    "transformers' code on its own attention, which gave other responses (GPT-NeoX); "
+                    f"{self._folder / 'config.json'}: vLLM has no model class for it and would run "
+                    "transformers' code on vLLM's attention, which gave other responses (GPT-NeoX); "
                     "generation.backend: transformers runs without vLLM"
                 )
             if worker["compiles"]:

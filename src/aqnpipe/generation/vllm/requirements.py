@@ -12,7 +12,7 @@ from aqnpipe.errors import DeviceError, ModelError
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 
 _INSTALL = {
-    "cpu": "make vllm (an environment of its own for a CPU, .venv-vllm)",
+    "cpu": "make vllm (a separate environment for a CPU, .venv-vllm)",
     "cuda": "make setup DEVICE=cuda",
     "npu": "docs/how-to/ascend-cluster.md says where it can be had",
 }

@@ -107,6 +107,6 @@ def _norm_problems(receipt: ReceiptContent) -> list[str]:
         elif record.norms_noised != requested:
             problems.append(
                 f"{record.phase}: computed with noise on the norm weights in {record.norms_noised} of "
-                f"{record.norms_checked} passes, requested in {requested}"
+                f"{record.norms_checked} forward passes, requested in {requested}"
             )
     return problems

@@ -17,7 +17,7 @@ class EvaluationPass(ReceiptModel):
 
     def problems(self) -> list[str]:
         """Return the mismatches between the pass's noise level, the requested noise, and the measured noise."""
-        where = f"pass at level {self.noise_level:g}, noise seed {self.noise_seed}"
+        where = _named(self.noise_level, self.noise_seed)
         return [f"{where}: {problem}" for problem in (*self._mismatches(), *self.receipt.problems())]
 
     def _mismatches(self) -> list[str]:
@@ -32,7 +32,11 @@ class EvaluationPass(ReceiptModel):
         """Return where the noise that the receipt is about differs from `wanted`, on operators and on modules."""
         if (self.receipt.operator_noise, self.receipt.module_noise) == wanted:
             return []
-        return [f"pass at level {self.noise_level:g}, noise seed {self.noise_seed}: the receipt is of other noise"]
+        return [f"{_named(self.noise_level, self.noise_seed)}: the receipt is of other noise"]
+
+
+def _named(level: float, seed: int) -> str:
+    return f"evaluation at level {level:g}, noise seed {seed}"
 
 
 class EvaluationReceipts(ReceiptModel):
@@ -45,12 +49,8 @@ class EvaluationReceipts(ReceiptModel):
         """Return the problems of all passes, and the passes that occur twice."""
         keys = [(evaluated.noise_level, evaluated.noise_seed) for evaluated in self.passes]
         repeated = sorted({key for key in keys if keys.count(key) > 1})
-        twice = [f"pass at level {level:g}, noise seed {seed}: recorded twice" for level, seed in repeated]
+        twice = [f"{_named(*key)}: recorded twice" for key in repeated]
         of_passes = [problem for evaluated in self.passes for problem in evaluated.problems()]
         in_facts = {(facts.noise_level, facts.noise_seed) for facts in self.facts.passes}
-        unknown = [
-            f"pass at level {level:g}, noise seed {seed}: has no facts"
-            for level, seed in keys
-            if (level, seed) not in in_facts
-        ]
+        unknown = [f"{_named(*key)}: has no facts" for key in keys if key not in in_facts]
         return twice + of_passes + unknown + self.facts.problems()

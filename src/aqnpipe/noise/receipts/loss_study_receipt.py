@@ -48,5 +48,5 @@ class LossStudyReceipts(ReceiptModel):
         keys = [
             (studied.condition, studied.magnitude, studied.order or "", studied.noise_seed) for studied in self.passes
         ]
-        twice = [f"pass {key}: recorded twice" for key in sorted({key for key in keys if keys.count(key) > 1})]
+        twice = [f"evaluation {key}: recorded twice" for key in sorted({key for key in keys if keys.count(key) > 1})]
         return twice + [problem for studied in self.passes for problem in studied.problems()]

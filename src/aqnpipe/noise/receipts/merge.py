@@ -150,7 +150,7 @@ def _differences(first: RecorderState, other: RecorderState, per_worker_draws: b
         if found == 0 < passes:
             problems.append(f"phase {phase} never ran, but did on worker 0")
         elif found != passes and phase not in _GENERATING_PHASES:
-            problems.append(f"{phase}: {found} passes, worker 0 had {passes}")
+            problems.append(f"{phase}: ran {found} times, on worker 0 {passes} times")
     if not routed:
         for mine, other_row in paired(first.cells, other.cells):
             # Quantised weights are cached within a generation, so they are counted once per generation.
@@ -159,7 +159,7 @@ def _differences(first: RecorderState, other: RecorderState, per_worker_draws: b
             if other_row.calls * per[0] != mine.calls * per[1]:
                 where = f"{mine.phase} {mine.operator} layer {'lm_head' if mine.layer is None else mine.layer}"
                 problems.append(
-                    f"{where}: {other_row.calls} noised calls in {per[1]} passes, worker 0 had {mine.calls} in {per[0]}"
+                    f"{where}: {other_row.calls} noised calls in {per[1]} runs, worker 0 had {mine.calls} in {per[0]}"
                 )
         if first.num_noised_modules != other.num_noised_modules:
             problems.append(

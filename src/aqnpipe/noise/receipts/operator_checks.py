@@ -346,12 +346,12 @@ def _audit_problems(receipt: ReceiptContent) -> list[str]:
             problems.append(f"{record.phase}: {len(found) - _LISTED_CONTRADICTIONS} more contradictions")
         has_noise = _has_noised_parts(receipt, record.phase)
         if record.graph_replays and (has_noise or receipt.aqn or receipt.faults):
-            which = f"{record.graph_replays} of {record.passes} passes"
+            which = f"{record.graph_replays} of {record.passes} forward passes"
             problems.append(f"{record.phase}: {which} replayed CUDA graphs, which have neither noise nor faults")
         if not has_noise:
             continue
         if not record.audited_passes:
-            problems.append(f"{record.phase}: none of its {record.passes} passes was audited")
+            problems.append(f"{record.phase}: it ran {record.passes} times and was never audited")
         elif not record.recomputed and not _only_quantizes(receipt, record.phase):
             problems.append(f"{record.phase}: no number of its noise was recomputed")
     return problems

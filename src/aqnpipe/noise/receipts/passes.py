@@ -30,11 +30,11 @@ def pass_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
         backward = seen.get(("backward", step)) or Row("backward", step)
         graphs = (seen.get(("actor_forward", step)) or Row("actor_forward")).gradient_passes
         if backward.passes != graphs:
-            found.setdefault(f"backward: {backward.passes} passes, the actor's had {graphs}", []).append(step)
+            found.setdefault(f"backward: ran {backward.passes} times, the actor {graphs} times", []).append(step)
         elif parts.get("backward", 0) * backward.passes > (backward.noised_parts or 0):
             found.setdefault(f"backward: {_too_few_parts(backward, parts['backward'])}", []).append(step)
     late = (
-        f"{row.phase}: a first pass began at position {row.largest_first_position}: tokens were read before the phase"
+        f"{row.phase}: a first forward pass began at position {row.largest_first_position}: tokens were read before"
         for row in receipt.rows
         if row.largest_first_position
     )
@@ -65,7 +65,7 @@ def _noised_parts(receipt: ReceiptContent) -> Mapping[TablePhase, int]:
 
 def _differences(needed: Row, row: Row, noised_parts: int, num_workers: int) -> Iterator[str]:
     if needed.passes and not row.passes:
-        yield "no pass of it was seen"
+        yield "it was never seen"
         return
     sequences = None if needed.sequences is None else needed.sequences * num_workers
     if row.sequences is not None and sequences is not None and row.sequences != sequences:
@@ -78,11 +78,11 @@ def _differences(needed: Row, row: Row, noised_parts: int, num_workers: int) -> 
     for column, what in _STATED.items():
         allowed = getattr(needed, column)
         for other in sorted(getattr(row, column) - allowed):
-            yield f"passes computed in {other}{what}, the study asks for {min(allowed, key=len)}"
+            yield f"computed in {other}{what}, the study asks for {min(allowed, key=len)}"
 
 
 def _too_few_parts(row: Row, noised_parts: int) -> str:
-    return f"its {row.passes} passes had noise in {row.noised_parts} layers altogether, expected {noised_parts} in each"
+    return f"ran {row.passes} times with noise in {row.noised_parts} layers altogether, expected {noised_parts} in each"
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -61,5 +61,5 @@ class Receipt(Shown, ReceiptContent):
                 f"{row.calls:,} calls with an error of size {size:.4g}" if elements else "no operator with an error"
             )
             audited = f"{row.recomputed:,} values recomputed, {row.wrong:,} wrong"
-            lines.append(f"{row.phase:<14}{row.passes:,} passes, {noised}; {audited}")
-        return "\n".join([*lines, *([f"REFUSED       {problem}" for problem in self.problems()] or ["accepted"])])
+            lines.append(f"{row.phase:<14}{row.passes:,} runs, {noised}; {audited}")
+        return "\n".join([*lines, *([f"INVALID       {problem}" for problem in self.problems()] or ["accepted"])])

@@ -106,7 +106,7 @@ class ReceiptContent(RecorderState):
     faults: tuple[Fault, ...] = Field(default=(), description="requested simulated faults of the machine")
     expected_phases: tuple[Phase, ...] = Field(description="phases that must have run")
     required: tuple[Row, ...] = Field(
-        default=(), description="passes of every phase and step that the study requires on each worker"
+        default=(), description="runs of every phase and step that the study requires on each worker"
     )
     layer_factors: dict[int, float] | None = Field(
         default=None,
@@ -114,7 +114,7 @@ class ReceiptContent(RecorderState):
     )
     num_layers: int
     num_norms: int
-    num_steps: int = Field(default=0, description="optimiser steps of the run; 0 for an evaluation pass")
+    num_steps: int = Field(default=0, description="optimiser steps of the run; 0 for an evaluation")
     num_epochs: int = 0
     norms_watched: bool = Field(
         default=False, description="whether phases had to compare their norm weights with the clean ones"

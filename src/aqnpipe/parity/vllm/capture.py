@@ -137,8 +137,8 @@ def capture_vllm(
     longest = max(map(len, sequences))
     if longest * config.batch_size > _TOKENS_PER_PASS:
         raise ConfigError(
-            f"--batch-size {config.batch_size}: sequences of {longest} tokens, which vLLM would split over passes; "
-            f"expected at most {_TOKENS_PER_PASS} tokens in a batch"
+            f"--batch-size {config.batch_size}: sequences of {longest} tokens, which vLLM would split over forward "
+            f"passes; expected at most {_TOKENS_PER_PASS} tokens in a batch"
         )
     with (
         tempfile.TemporaryDirectory(prefix="aqnpipe-capture-") as scratch_name,

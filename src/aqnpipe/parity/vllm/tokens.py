@@ -100,5 +100,5 @@ class GivenTokens:
             )
         num_read = len(whole) - self._num_decoded
         if done + len(ids) > num_read and len(ids) != 1:
-            return f"sequence {sequence}: {len(ids)} tokens in a pass, expected one at a time from position {num_read}"
+            return f"sequence {sequence}: {len(ids)} tokens in a forward pass, expected 1 from position {num_read} on"
         return ""

@@ -199,6 +199,26 @@ if (claims.length > 8) {
   document.getElementById("claims").prepend(search(say.claims, claims, claim => claim.querySelector("summary").textContent + claim.querySelector(".sentence").textContent,
     active => all("#claims details.open").forEach(fold => { if (active) fold.open = true })));
 }
+// Any two arms, side by side: the questions that one of them answers correctly in more of its seeds.
+const outcomes = document.querySelector('[data-table="outcomes"]');
+if (outcomes) {
+  const names = [...outcomes.tHead.rows[0].cells].map(head => head.textContent), count = make("span");
+  const share = cell => { const [right, seeds] = cell.textContent.split("/"); return right / seeds };
+  const choose = () => {
+    const [a, b] = sides.map(side => +side.value), better = [0, 0];
+    all("tr", outcomes).forEach(row => {
+      [...row.cells].forEach((cell, n) => { cell.hidden = a && b && n > 1 && n !== a && n !== b });
+      if (row.parentElement !== outcomes.tBodies[0]) return;
+      const first = a && share(row.cells[a]), second = b && share(row.cells[b]);
+      row.classList.toggle("alike", a && b && first === second);
+      if (first !== second) better[first > second ? 0 : 1] += 1;
+    });
+    count.textContent = a && b ? `${names[a]} > ${names[b]}: ${better[0]}, ${names[b]} > ${names[a]}: ${better[1]}` : "";
+  };
+  const sides = [0, 1].map(() => make("select", { onchange: choose }, new Option("", ""), ...names.slice(2).map((name, n) => new Option(name, n + 2))));
+  sides.forEach(side => side.setAttribute("aria-label", say.pair));
+  outcomes.parentElement.before(make("div", { className: "tool" }, `${say.pair} `, ...sides, count));
+}
 const questions = all(".sides details");
 if (questions.length) document.querySelector(".sides").before(search(say.questions, questions, question => question.textContent));
 })();
