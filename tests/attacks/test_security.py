@@ -372,7 +372,9 @@ def test_settings_inside_settings_are_one_line_at_any_depth(folder, depth):
 
 
 @pytest.mark.parametrize("size", [0, -1, float("nan"), "96", [96, 0], 2**31])
-@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"]
+)
 def test_an_impossible_size_is_one_line(folder, key, size):
     edit(folder / "config.json", **{key: size})
     with pytest.raises(ModelError, match=rf"{key} is .*, expected a whole number from 1 to 2,147,483,647"):

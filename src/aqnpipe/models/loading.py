@@ -226,11 +226,11 @@ def _described(folder: Path, source: str, revision: str | None, model_config: Ma
         num_layers=model_config["num_hidden_layers"],
         hidden_size=model_config["hidden_size"],
         num_parameters=num_parameters_in(folder),
-        **_digests(folder),
+        **file_digests(folder),
     )
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def file_digests(folder: Path) -> dict[str, str]:
     """Return the digests of a model folder's files, by their field names in the record."""
     tokenizer = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
     config = [folder / name for name in CONFIG_FILES if (folder / name).is_file()]
@@ -256,7 +256,7 @@ def refuse_damaged(folder: Path) -> None:
     refuse_removed(folder)
     if not (folder / PREPARED_MODEL_FILE).is_file():
         return
-    record, found = read_prepared_model(folder).model_dump(), _digests(folder)
+    record, found = read_prepared_model(folder).model_dump(), file_digests(folder)
     for name, digest in found.items():
         if record[name] != digest:
             raise ModelError(
