@@ -148,7 +148,7 @@ def receipt(
                     None,
                     layer,
                     operator,
-                    noise.error,
+                    error=noise.error,
                     measured_elements=64_000,
                     squares=64_000 * (requested * (1 + draws.normal() / math.sqrt(2 * 64_000))) ** 2,
                     calls=70,
