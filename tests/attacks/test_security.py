@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from aqnpipe.cli.study import open_study
 from aqnpipe.config.dataset import LocalDataset, PromptFormat
@@ -22,6 +23,7 @@ from aqnpipe.data.prompts import format_prompt
 from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ModelError, printable
 from aqnpipe.models.loading import create_model, load_model, load_tokenizer, prepare_model
 from aqnpipe.models.shapes import shape_from_config
+from aqnpipe.models.trial import TEMPLATE_FOLDER
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,18 +210,25 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 @pytest.mark.parametrize(
     ("template", "line"),
     [
-        ({"chat_template.jinja": ENDLESS}, r"chat_template\.jinja: the chat template .* takes more than 2 s"),
+        ({"chat_template.jinja": ENDLESS}, r"chat_template\.jinja: the chat template takes more than 2 s"),
         pytest.param(
             {"default": "{{ 'x' * 10**11 }}"},
-            r"config\.json: default: the chat template .* takes more than 4,000 MB",
+            r"config\.json: default: the chat template takes more than 4,000 MB",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {"chat_template.jinja": "{% if messages|length > 9 %}{{ 'x' * 10**10 }}{% endif %}"},
+            r"chat_template\.jinja: the chat template takes more than 4,000 MB",
+            id="constants are computed also where nothing uses them",
+        ),
+        ({"additional_chat_templates/a.jinja": ENDLESS}, r"a\.jinja: the chat template takes more than 2 s"),
         ({"default": "x" * 1_000_001}, "a chat template of 1,000,001 characters, expected 1,000,000"),
     ],
 )
 def test_a_chat_template_without_end_is_one_line(folder, tmp_path, template, line):
     for name, text in template.items():
         if name.endswith(".jinja"):
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
         else:
             edit(folder / "tokenizer_config.json", chat_template=[{"name": name, "template": text}])
@@ -244,10 +253,38 @@ def test_the_check_of_a_study_tries_a_chat_template_before_it_uses_it(folder, tm
     content["arms_file"] = str(ROOT / "config" / "arms.yaml")
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(ENDLESS, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja: the chat template .* takes more than 2 s"):
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: the chat template takes more than 2 s"):
         open_study([tmp_path / "study.yaml"])
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    usual = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    # With the tokens of the tokenizer, which the trial of a template alone does not have.
+    own = f"{{% if bos_token != '<s>' %}}{ENDLESS}{{% endif %}}{usual}"
+    (folder / "chat_template.jinja").write_text(own, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"prompt\.style: found chat, .* takes more than 2 s"):
+        open_study([tmp_path / "study.yaml"])
+    (folder / "chat_template.jinja").write_text(usual, encoding="utf-8")
     open_study([tmp_path / "study.yaml"])
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "parts"), [("normalizer", "Sequence", "normalizers"), ("decoder", "Sequence", "decoders")]
+)
+def test_a_tokenizer_without_end_is_one_line(folder, tmp_path, key, kind, parts):
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    for number in (2, 50):
+        content[key] = {"type": kind, parts: [DOUBLING] * number}
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+        if number == 2:
+            prepare_model(ModelConfig(source=str(folder)), tmp_path / "prepared")
+    with pytest.raises(ModelError, match=r"tokenizer\.json: the tokenizer takes more than (2 s|4,000 MB)"):
+        prepare_model(ModelConfig(source=str(folder)), tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_additional_templates_are_where_transformers_looks_for_them():
+    assert TEMPLATE_FOLDER == CHAT_TEMPLATE_DIR
 
 
 @pytest.mark.parametrize(
@@ -335,7 +372,9 @@ def test_settings_inside_settings_are_one_line_at_any_depth(folder, depth):
 
 
 @pytest.mark.parametrize("size", [0, -1, float("nan"), "96", [96, 0], 2**31])
-@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"]
+)
 def test_an_impossible_size_is_one_line(folder, key, size):
     edit(folder / "config.json", **{key: size})
     with pytest.raises(ModelError, match=rf"{key} is .*, expected a whole number from 1 to 2,147,483,647"):

@@ -210,10 +210,18 @@ def test_test_questions_among_the_examples_are_refused(train):
 
 
 def test_prompts_that_leave_no_room_are_refused():
-    check_context([[1] * 30, [1] * 20], 34, 64)
-    check_context([[1] * 30], 1000, None)
+    check_context([[1] * 30, [1] * 20], 34, {"max_position_embeddings": 64, "vocab_size": 2}, padding=0)
+    check_context([[1] * 30], 1000, {}, padding=10**9)
     with pytest.raises(DataError, match="longest prompt has 31 tokens and a response may have 34, together more than"):
-        check_context([[1] * 31, [1] * 20], 34, 64)
+        check_context([[1] * 31, [1] * 20], 34, {"max_position_embeddings": 64}, padding=0)
+
+
+@pytest.mark.parametrize(("prompts", "padding"), [([[0, 1], [0, 2]], 0), ([[0, 1]], 2)])
+def test_a_token_beyond_the_models_vocabulary_is_one_line(prompts, padding):
+    """An added padding token that the weights have no row for was an IndexError of torch."""
+    check_context(prompts, 1, {"vocab_size": 3}, padding)
+    with pytest.raises(DataError, match="has a token 2, which is used in prompts or as padding, and the model has 2"):
+        check_context(prompts, 1, {"vocab_size": 2}, padding)
 
 
 def test_a_response_ends_where_the_model_asks_itself():

@@ -1,6 +1,7 @@
 """All checkpoints of a run in one job: the same bytes as one job each, and what an interrupted attempt leaves."""
 
 import os
+import shutil
 from pathlib import Path
 
 import polars as pl
@@ -117,7 +118,7 @@ def test_the_next_attempt_takes_over_what_an_interrupted_one_finished(tmp_path, 
     assert digests(tmp_path / "eval") == alone
 
 
-@pytest.mark.parametrize("change", ["settings", "weights", "file"])
+@pytest.mark.parametrize("change", ["settings", "weights", "config.json", "tokenizer.json", "file"])
 def test_what_an_earlier_attempt_left_is_evaluated_again_if_anything_changed(
     tmp_path, models, problems, monkeypatch, change
 ):
@@ -126,6 +127,10 @@ def test_what_an_earlier_attempt_left_is_evaluated_again_if_anything_changed(
     evaluate(first.spec, first.folder, problems, first.outputs, lambda _: None)
     changes = {"device": "auto"} if change == "settings" else {}
     folder = models[8] if change == "weights" else models[4]
+    if change.endswith(".json"):
+        folder = shutil.copytree(folder, tmp_path / "edited")
+        (folder / "prepared_model.json").unlink(missing_ok=True)
+        (folder / change).write_text((folder / change).read_text() + "\n")
     if change == "file":
         first.outputs.table.write_bytes(first.outputs.table.read_bytes() + b" ")
     again = []

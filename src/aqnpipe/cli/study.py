@@ -214,16 +214,13 @@ def _check_schedule(schedule: CustomSchedule, study: Study, where: str) -> None:
 def _check_chat_template(study: Study, source: str) -> None:
     local = {role: model.source for role, model in study.models().items() if source_kind(model.source) != "hub"}
     for role, name in local.items() if study.config.prompt.style == "chat" else ():
-        from aqnpipe.data.prompts import refuse_unusable_template
-        from aqnpipe.models.chat_templates import refuse_endless_templates, templates_in
-        from aqnpipe.models.loading import load_tokenizer
+        from aqnpipe.models.trial import refuse_endless_texts, templates_in
 
         folder = builtin_folder(name) if source_kind(name) == "builtin" else Path(name)
         with _about(f"{source}: prompt.style: found chat, which model {role} cannot be asked in"):
             has_template = bool(templates_in(folder))
             if has_template:
-                refuse_endless_templates(folder)
-                refuse_unusable_template(study.config.prompt, load_tokenizer(folder))
+                refuse_endless_texts(folder, study.config.prompt)
         if not has_template:
             raise ConfigError(
                 f"{source}: prompt.style: found chat, expected plain: the tokenizer of model {role} ({name}) has no "
@@ -323,8 +320,8 @@ _CHECKS = (
     _check_parities,
     _check_looks_and_trackers,
     _check_custom_code,
-    _check_chat_template,
     _check_files,
+    _check_chat_template,
     _check_checkpoints,
     _check_modules,
 )

@@ -35,7 +35,7 @@ _FILE = "aqnpipe_table"
 _TOGETHER = 128
 """Tables read together: every query and every validation has a fixed cost, which is that of some thousand rows."""
 _IDENTITY_KEYS = frozenset({"model", "model_role", "arm", "arm_id", "seed", "step"})
-_INPUTS_THAT_MAY_DIFFER = frozenset({"weights"})
+_INPUTS_THAT_MAY_DIFFER = frozenset({"weights", "tokenizer", "config"})
 # Not the number of its workers, on which no result depends.
 _ENGINE = ("backend", "vllm", "enforce_eager")
 

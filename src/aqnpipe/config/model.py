@@ -30,7 +30,10 @@ _MOST_ENTRIES = 50_000
 _LARGEST_SIZE = 2**31 - 1
 _MOST_BYTES = 256 * 2**20
 """Most bytes of a text file of a model; the tokenizers of the largest vocabularies have 35 MB."""
-_SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
+_SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"),
+    "max_position_embeddings",
+)
 """Keys of config.json that are sizes; a family may have one per layer, or none."""
 _REFERENCES = ("configuration_files", "transformers_weights", "fusion_config", "distributed_config")
 """Keys by which transformers reads another file than this one, or changes its classes, whatever the caller asks for."""

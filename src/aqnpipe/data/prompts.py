@@ -1,7 +1,7 @@
 """Prompts: the format of questions, the same in training, evaluation and diagnosis."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -130,12 +130,23 @@ def check_prompt_lengths(question_ids: Iterable[str], token_ids: Sequence[Sequen
         )
 
 
-def check_context(token_ids: Sequence[Sequence[int]], max_response_tokens: int, context: int | None) -> None:
-    """Raise DataError if the longest prompt and response exceed a model's context in tokens (None: no limit)."""
-    longest = max(map(len, token_ids), default=0)
+def check_context(
+    token_ids: Sequence[Sequence[int]], max_response_tokens: int, model_config: Mapping[str, Any], padding: int
+) -> None:
+    """Raise DataError if the longest prompt and response exceed a model's context, or a token its vocabulary.
+
+    `model_config`: content of config.json; what it does not say has no limit. `padding`: token id of the padding.
+    """
+    longest, context = max(map(len, token_ids), default=0), model_config.get("max_position_embeddings")
     if context is not None and longest + max_response_tokens > context:
         raise DataError(
             f"the longest prompt has {longest} tokens and a response may have {max_response_tokens}, together more "
             f"than the {context} positions of the model: expected fewer examples (prompt.num_examples) or shorter "
             "responses"
+        )
+    largest, vocabulary = max(padding, *(max(ids, default=0) for ids in token_ids)), model_config.get("vocab_size")
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        raise DataError(
+            f"the tokenizer has a token {largest}, which is used in prompts or as padding, and the model has "
+            f"{vocabulary}, from 0: expected the tokenizer of this model"
         )

@@ -37,7 +37,7 @@ from aqnpipe.evaluation.audit.weights import combined, differing_weight, digests
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, local_shard_runner, shards_of
 from aqnpipe.generation.backend import Completion
 from aqnpipe.generation.noisy_passes import PassNoise
-from aqnpipe.models.loading import load_model, load_tokenizer, refuse_removed, weights_sha256
+from aqnpipe.models.loading import file_digests, load_model, load_tokenizer, refuse_removed
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 
 _UNOBSERVED = ("prompts as the model reads them", "choice of tokens", "responses computed again")
@@ -94,7 +94,7 @@ def evaluate(
     examples = choose_examples(spec.prompt, train_problems)
     refuse_overlap(examples, problems["question"])
     prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples)
-    check_context(prompts, config.max_response_tokens, read_model_config(model_dir).get("max_position_embeddings"))
+    check_context(prompts, config.max_response_tokens, read_model_config(model_dir), tokenizer.pad_token_id)
     shards = shards_of(spec, prompts)
     expected = Expectation.of(spec, model_dir, test_problems, train_problems)
     tables, passes, graders = [], [], graders_of(config.primary_scorer, config.scorer_sha256)
@@ -140,7 +140,7 @@ def is_evaluated(
     test_problems: Path,
     train_problems: Path | None = None,
 ) -> bool:
-    """Return whether `outputs` are those of this evaluation, unchanged: same settings, weights, questions and code."""
+    """Return whether `outputs` are those of this evaluation, unchanged: same settings, model, questions and code."""
     if not all(path.is_file() for path in (outputs.table, outputs.receipt, outputs.record)):
         return False
     record = read_json(outputs.record, RunRecord)
@@ -214,7 +214,7 @@ def _digests_of_inputs(model_dir: Path, test_problems: Path, train_problems: Pat
     digests = {"test_problems": sha256_of_file(test_problems)}
     if train_problems is not None:
         digests["train_problems"] = sha256_of_file(train_problems)
-    return digests | {"weights": weights_sha256(model_dir)}
+    return digests | {name.removesuffix("_sha256"): digest for name, digest in file_digests(model_dir).items()}
 
 
 def _record(

@@ -27,8 +27,8 @@ from aqnpipe.config.model import (
 from aqnpipe.errors import ModelError, first_line
 from aqnpipe.models.adapted import find_base, has_only_adapters
 from aqnpipe.models.allowed_keys import load_config, refuse_code
-from aqnpipe.models.chat_templates import TEMPLATE_FILE, refuse_endless_templates
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel, read_prepared_model, write_prepared_model
+from aqnpipe.models.trial import TEMPLATE_FILE, TRIED_TEXT, refuse_endless_texts
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,6 @@ _TEXTS = frozenset({".json", ".jinja", ".txt"})
 """Endings of the files that transformers reads beside weights."""
 _FREE_TEXT = (TEMPLATE_FILE, "merges.txt")
 """Files that are copied whatever they contain."""
-_TRIED_TEXT = "Anna has 12 red apples and buys 3 more.\n"
 # Tokenizer classes that use tokenizer.json unchanged.
 _VERBATIM_TOKENIZERS = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
 
@@ -62,7 +61,7 @@ def prepare_model(config: ModelConfig, output_dir: Path) -> PreparedModel:
     with tempfile.TemporaryDirectory(STAGED, f".{output_dir.name}.", output_dir.parent) as staging_name:
         staging = Path(staging_name) / output_dir.name
         staging.mkdir()
-        for path in _model_files(source_folder(config)):
+        for path in _model_files(source_folder(config), config):
             shutil.copyfile(path, staging / path.name)
         prepared = describe_model(staging, config.source, config.revision)
         if source_kind(config.source) != "builtin":
@@ -96,7 +95,7 @@ def source_folder(config: ModelConfig) -> Path:
 def refuse_unusable(config: ModelConfig) -> None:
     """Raise ModelError if `prepare_model` could not use a built-in or local model: unsafe, incomplete or truncated."""
     folder = source_folder(config)
-    _model_files(folder)
+    _model_files(folder, config)
     num_parameters_in(folder)
 
 
@@ -135,7 +134,7 @@ def checked_folder(config: ModelConfig) -> Path:
     """
     folder = source_folder(config)
     if not has_only_adapters(folder):
-        _model_files(folder)
+        _model_files(folder, config)
     num_parameters_in(folder)
     return folder
 
@@ -156,8 +155,8 @@ def _download(hub_id: str, revision: str | None) -> Path:
         ) from error
 
 
-def _model_files(folder: Path) -> list[Path]:
-    """Return the files of a model folder to copy; raises ModelError if the folder is unsafe or incomplete."""
+def _model_files(folder: Path, config: ModelConfig) -> list[Path]:
+    """Return the files of a model's folder to copy; raises ModelError if the folder is unsafe or incomplete."""
     refuse_removed(folder)
     model_config, tokenizer_config = read_model_config(folder), _read_json(folder / "tokenizer_config.json")
     refuse_code(folder / "config.json", model_config.get("auto_map"), str(model_config.get("model_type")))
@@ -178,7 +177,8 @@ def _model_files(folder: Path) -> list[Path]:
     others = [folder / name for name in (*CONFIG_FILES, *_TOKENIZER) if (folder / name).is_file()]
     for path in (path for path in others if path.name in _FREE_TEXT and not _is_inside(path, folder)):
         raise ModelError(f"{path}: a link to a file outside of its folder, expected the file itself")
-    refuse_endless_templates(folder)
+    if source_kind(config.source) != "builtin":
+        refuse_endless_texts(folder)
     return weights + others
 
 
@@ -226,11 +226,11 @@ def _described(folder: Path, source: str, revision: str | None, model_config: Ma
         num_layers=model_config["num_hidden_layers"],
         hidden_size=model_config["hidden_size"],
         num_parameters=num_parameters_in(folder),
-        **_digests(folder),
+        **file_digests(folder),
     )
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def file_digests(folder: Path) -> dict[str, str]:
     """Return the digests of a model folder's files, by their field names in the record."""
     tokenizer = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
     config = [folder / name for name in CONFIG_FILES if (folder / name).is_file()]
@@ -256,7 +256,7 @@ def refuse_damaged(folder: Path) -> None:
     refuse_removed(folder)
     if not (folder / PREPARED_MODEL_FILE).is_file():
         return
-    record, found = read_prepared_model(folder).model_dump(), _digests(folder)
+    record, found = read_prepared_model(folder).model_dump(), file_digests(folder)
     for name, digest in found.items():
         if record[name] != digest:
             raise ModelError(
@@ -410,7 +410,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         tokenizer = loader.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, padding_side="left"
         )
-        tokenizer.decode(tokenizer(_TRIED_TEXT)["input_ids"])  # some settings are read only here
+        tokenizer.decode(tokenizer(TRIED_TEXT)["input_ids"])  # some settings are read only here
     except BaseException as error:
         # The tokenizers library raises plain Exception for malformed files, and panics of Rust, which are none.
         is_of_the_file = type(error) is Exception or type(error).__name__ == "PanicException"

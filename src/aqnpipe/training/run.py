@@ -264,7 +264,7 @@ def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -
     examples = choose_examples(spec.prompt, inputs.train_problems)
     prompts = [format_prompt(question, spec.prompt, tokenizer, examples) for question in problems["question"]]
     token_ids = tokenize_prompts(prompts, spec.prompt, tokenizer)
-    _check_context(spec, inputs, token_ids)
+    _check_context(spec, inputs, token_ids, tokenizer)
     if spec.training.max_prompt_tokens is not None:
         check_prompt_lengths(problems["question_id"], token_ids, spec.training.max_prompt_tokens)
     _check_micro_batch(spec, max(map(len, token_ids)))
@@ -277,10 +277,12 @@ def _train_dataset(spec: TrainingSpec, inputs: TrainingInputs, tokenizer: Any) -
     )
 
 
-def _check_context(spec: TrainingSpec, inputs: TrainingInputs, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise DataError if a prompt with its response may be longer than the positions of the model."""
-    context = read_model_config(inputs.model).get("max_position_embeddings")
-    check_context(prompts, spec.training.max_response_tokens, context)
+def _check_context(
+    spec: TrainingSpec, inputs: TrainingInputs, prompts: Sequence[Sequence[int]], tokenizer: Any
+) -> None:
+    """Raise DataError if a prompt with its response may be longer than the model's positions, or its tokens unknown."""
+    config = read_model_config(inputs.model)
+    check_context(prompts, spec.training.max_response_tokens, config, tokenizer.pad_token_id)
 
 
 def _check_micro_batch(spec: TrainingSpec, longest_prompt: int) -> None:
@@ -302,7 +304,7 @@ def _validation(
     refuse_overlap(examples, problems["question"])
     refuse_leak(read_table(inputs.train_problems, ProblemTable)["question"], tests["question"])
     prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples)
-    _check_context(spec, inputs, prompts)
+    _check_context(spec, inputs, prompts, tokenizer)
     return ValidationCallback(
         spec.training.validation_steps(spec.num_steps),
         prompts,
