@@ -18,9 +18,11 @@ from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import noised_attention
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
+    CacheNoise,
     ErrorModel,
     FakeQuantization,
     ModuleNoise,
+    NoiseSpec,
     OperatorNoise,
     OperatorSet,
     Phase,
@@ -31,8 +33,11 @@ from aqnpipe.config.noise import (
 from aqnpipe.config.validation_messages import did_you_mean
 from aqnpipe.errors import ConfigError
 
-Preset = Literal["w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4", "w8a8_fp8", "w8a8_fp8_block"]
-"""Bits of weights and activations, and their format, in all linear modules but the output projection."""
+Preset = Literal[
+    "w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4", "w8a8_fp8", "w8a8_fp8_block", "kv8_fp8", "kv8_int8"
+]
+"""Bits of weights and activations, and their format, in all linear modules but the output projection; kv: of the cache.
+"""
 
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
@@ -54,24 +59,33 @@ class _ModuleNoise(ModuleNoise):
     phases: tuple[Phase, ...] = ("evaluation",)
 
 
+class _CacheNoise(CacheNoise):
+    """Rounding of keys and values as in an arm, whose phase is `evaluation`."""
+
+    phases: tuple[Phase, ...] = ("evaluation",)
+
+
 class EvaluationNoise(FrozenModel):
-    """The noise of an evaluation: an error on operators, on modules, or both. Its phase is `evaluation`."""
+    """The noise of an evaluation: on operators, on modules, on the cache, or several. Its phase is `evaluation`."""
 
     operator_noise: _OperatorNoise | None = Field(
         default=None,
         description="as in an arm; attention follows the model",
     )
     module_noise: _ModuleNoise | None = Field(default=None, description="as in an arm")
+    kv_cache: _CacheNoise | None = Field(
+        default=None, exclude_if=lambda noise: noise is None, description="as in an arm"
+    )
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
-        given = {"operator_noise": self.operator_noise, "module_noise": self.module_noise}
+        given = {"operator_noise": self.operator_noise, "module_noise": self.module_noise, "kv_cache": self.kv_cache}
         if not any(given.values()):
-            raise ValueError("expected operator_noise, module_noise, or both")
+            raise ValueError("expected operator_noise, module_noise, kv_cache, or several of them")
         for name, noise in given.items():
             if noise is not None and noise.phases != ("evaluation",):
                 raise ValueError(f"{name}.phases: a noise of an evaluation has only this phase, remove phases")
-            if noise is not None and not noise.is_active:
+            if isinstance(noise, OperatorNoise | ModuleNoise) and not noise.is_active:
                 raise ValueError(f"{name}: its error has scale 0, expected one that changes something")
         return self
 
@@ -101,9 +115,14 @@ class EvaluationNoise(FrozenModel):
             f"{computed}: leave attention out"
         )
 
-    def modules(self) -> ModuleNoise | None:
-        """Return the noise on modules; None if there is none."""
-        return None if self.module_noise is None else ModuleNoise.model_validate(self.module_noise.model_dump())
+    def spec_for(self, attention: str) -> NoiseSpec:
+        """Return the noise of a pass on a model with that implementation of attention."""
+        modules, cache = self.module_noise, self.kv_cache
+        return NoiseSpec(
+            operator_noise=self.operators_for(attention),
+            module_noise=None if modules is None else ModuleNoise.model_validate(modules.model_dump()),
+            kv_cache=None if cache is None else CacheNoise.model_validate(cache.model_dump()),
+        )
 
     @property
     def errors(self) -> list[ErrorModel]:
@@ -134,6 +153,8 @@ def level_noise(level: float, operators: OperatorSet, include_lm_head: bool) -> 
 def preset(name: Preset) -> EvaluationNoise:
     """Return the noise that a preset stands for."""
     bits, _, number_format = name.partition("_")
+    if bits == "kv8":
+        return EvaluationNoise(kv_cache=_CacheNoise.model_validate({"format": number_format}))
     activations = not bits.endswith("a16")
     error: ErrorModel = FakeQuantization.model_validate({"format": number_format, "activations": activations})
     return EvaluationNoise(operator_noise=_OperatorNoise(error=error, include_lm_head=False))
@@ -296,8 +317,8 @@ class EvaluationConfig(FrozenModel):
     noises: dict[Identifier, NamedNoise] = Field(
         default={},
         description="further noises by name, each evaluated once, or once per noise seed if it is random: settings of "
-        "operator_noise or module_noise as in an arm, or a preset (w4a16_mxfp4, w4a16_nvfp4, w4a4_mxfp4, w4a4_nvfp4, "
-        "w8a8_fp8, w8a8_fp8_block)",
+        "operator_noise, module_noise or kv_cache as in an arm, or a preset (w4a16_mxfp4, w4a16_nvfp4, w4a4_mxfp4, "
+        "w4a4_nvfp4, w8a8_fp8, w8a8_fp8_block, kv8_fp8, kv8_int8)",
     )
     operators: OperatorSet = "matmul"
     include_lm_head: bool = True
@@ -366,7 +387,9 @@ class EvaluationConfig(FrozenModel):
     @property
     def fits_vllm(self) -> bool:
         """Return whether vLLM can compute every noise."""
-        return not any(is_without_vllm(error) for noise in self.noises.values() for error in settings_of(noise).errors)
+        noises = [settings_of(noise) for noise in self.noises.values()]
+        errors = [error for noise in noises for error in noise.errors]
+        return not any(noise.kv_cache for noise in noises) and not any(map(is_without_vllm, errors))
 
     def all_levels(self) -> tuple[float, ...]:
         """Return the noise levels and, behind them, the levels of the named noises."""
@@ -376,11 +399,10 @@ class EvaluationConfig(FrozenModel):
         """Return the names of the named noises by level."""
         return {level: name for name, level in numbered_levels(self.noises).items()}
 
-    def noise_at(self, level: float, attention: str) -> tuple[OperatorNoise | None, ModuleNoise | None]:
-        """Return the noise on operators and on modules at a level, for a model with that attention."""
+    def noise_at(self, level: float, attention: str) -> NoiseSpec:
+        """Return the noise at a level, for a model with that attention."""
         if level >= 1:
-            noise = settings_of(self.noises[self.noise_names()[level]])
-            return noise.operators_for(attention), noise.modules()
+            return settings_of(self.noises[self.noise_names()[level]]).spec_for(attention)
         operator_noise = OperatorNoise(
             operators=self.operators,
             error=RelativeGaussian(scale=level),
@@ -388,7 +410,7 @@ class EvaluationConfig(FrozenModel):
             include_lm_head=self.include_lm_head,
             attention="decomposed" if attention == "eager" else "fused",
         )
-        return (operator_noise if level else None), None
+        return NoiseSpec(operator_noise=operator_noise if level else None)
 
 
 class StudyEvaluationConfig(EvaluationConfig):

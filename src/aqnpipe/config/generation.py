@@ -88,6 +88,8 @@ def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
         if part is not None and part.is_active and "rollout" in part.phases and is_without_vllm(part.error):
             kind = f"{part.error.kind} with redraw: never" if is_fixed(part.error) else part.error.kind
             return f"{key}.error is {kind} in the rollout, expected a scaled error or a truncation"
+    if arm.kv_cache is not None and "rollout" in arm.kv_cache.phases:
+        return f"kv_cache.format is {arm.kv_cache.format} in the rollout, expected no rounding of keys and values"
     noise = arm.operator_noise
     if noise is None or not noise.is_active or "rollout" not in noise.phases:
         return None

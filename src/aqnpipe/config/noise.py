@@ -332,6 +332,31 @@ class ModuleNoise(FrozenModel):
         return is_active(self.error)
 
 
+CacheFormat = Literal["fp8", "int8"]
+"""Formats that keys and values can be rounded to."""
+
+
+class CacheNoise(FrozenModel):
+    """Keys and values rounded to the format in which a cache stores them, before attention reads them.
+
+    A pass without a cache reads the same values. Gradients are straight-through.
+    """
+
+    format: CacheFormat = Field(
+        description="fp8: E4M3 with scale 1, vLLM's kv_cache_dtype fp8 without calibrated scales. int8: a scale for "
+        "each token and head, max|x| / 127, vLLM's int8_per_token_head"
+    )
+    phases: Annotated[tuple[Phase, ...], EACH_ONCE] = Field(
+        default=("rollout",), min_length=1, description="any phases except backward"
+    )
+
+    @model_validator(mode="after")
+    def _has_no_backward(self) -> Self:
+        if "backward" in self.phases:
+            raise ValueError("phases has backward, which reads no keys and values, expected phases without it")
+        return self
+
+
 class GlobalDecay(FrozenModel):
     """QeRL's staged exponential decay: `num_stages` equal intervals, the first one without noise (warm-up)."""
 
@@ -608,16 +633,17 @@ class Machine(FrozenModel):
 
 
 class NoiseSpec(FrozenModel):
-    """The noise of a run or pass (on operators, on modules, and by AQN) and the simulated faults of its machine."""
+    """The noise of a run or pass (on operators, modules, the cache, and by AQN) and its machine's simulated faults."""
 
     operator_noise: OperatorNoise | None = None
     module_noise: ModuleNoise | None = None
+    kv_cache: CacheNoise | None = Field(default=None, exclude_if=lambda noise: noise is None)
     aqn: AdaptiveNoise | None = None
     faults: tuple[Fault, ...] = ()
 
     def is_clean_in(self, phase: Phase) -> bool:
         """Return whether there is neither noise nor a fault in `phase`."""
-        noised = self.operator_noise_in(phase) or self.module_noise_in(phase) or self.aqn
+        noised = self.operator_noise_in(phase) or self.module_noise_in(phase) or self.cache_noise_in(phase) or self.aqn
         return noised is None and not self.faults
 
     def operator_noise_in(self, phase: Phase) -> OperatorNoise | None:
@@ -629,3 +655,8 @@ class NoiseSpec(FrozenModel):
         """Return the module noise in `phase`, or None."""
         noise = self.module_noise
         return noise if noise is not None and noise.is_active and phase in noise.phases else None
+
+    def cache_noise_in(self, phase: Phase) -> CacheNoise | None:
+        """Return the rounding of keys and values in `phase`, or None."""
+        noise = self.kv_cache
+        return noise if noise is not None and phase in noise.phases else None

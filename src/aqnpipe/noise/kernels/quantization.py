@@ -1,4 +1,4 @@
-"""Deterministic number-format errors: mantissa truncation, and fake quantization to MXFP4, NVFP4 and FP8.
+"""Deterministic number-format errors: mantissa truncation, fake quantization to MXFP4, NVFP4 and FP8, caches.
 
 Pure tensor functions of float32, bfloat16 and float16 (truncation: float64 too). They return values of the number
 format in the dtype of their input. Their gradient ignores the rounding (straight-through). They compute in float32 with
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aqnpipe.config.noise import NumberFormat
+from aqnpipe.config.noise import CacheFormat, NumberFormat
 from aqnpipe.errors import ConfigError, ModelError
 
 MANTISSA_BITS: dict[torch.dtype, int] = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
@@ -25,6 +25,7 @@ MANTISSA_BITS: dict[torch.dtype, int] = {torch.float64: 52, torch.float32: 23, t
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_MIN_NORMAL = 2.0**-6
+INT8_MAX = 127.0
 MXFP4_BLOCK_SIZE = 32
 NVFP4_BLOCK_SIZE = 16
 FP8_BLOCK_SIZE = 128
@@ -39,6 +40,7 @@ _MXFP4_MAX_SCALE = 2.0**126
 # Smallest tensor scale of NVFP4 whose reciprocal, divided by the smallest block scale (2^-6), is still finite.
 _MIN_TENSOR_SCALE = 2.0**-121
 _MIN_FP8_SCALE = 2.0**-126
+_MIN_INT8_SCALE = 1e-6
 
 
 def truncate_mantissa_(tensor: Tensor, mantissa_bits: int) -> Tensor:
@@ -138,6 +140,17 @@ def fake_quantize(
             raise ConfigError(f"unknown number format {number_format!r}, expected one of {expected}")
 
 
+def round_as_cached(tensor: Tensor, number_format: CacheFormat) -> Tensor:
+    """Round keys or values [..., tokens, channels] to the format of a cache and back. Straight-through gradient.
+
+    fp8: E4M3 with scale 1, beyond 448 to 448; every result is exact in the dtype. int8: round(x / scale), ties away
+    from 0, with a float32 scale for the channels of each token and head, max|x| / 127 and at least 1e-6; in a 16-bit
+    dtype the product with the scale is rounded to that dtype. NaN stay, and make their int8 channels NaN. ModelError
+    for other dtypes.
+    """
+    return _StraightThrough.apply(tensor, _CACHED[number_format], f"{number_format} cache", tensor.shape[-1])
+
+
 class _StraightThrough(torch.autograd.Function):
     """Rounding of blocks along the last dimension, with the identity as gradient."""
 
@@ -205,6 +218,21 @@ def _to_fp8(blocks: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
     # Beyond 448 by a rounding of the scale, float8_e4m3fn would be NaN.
     elements = (blocks * scale.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX)
     return elements.to(torch.float8_e4m3fn).float().mul_(scale)
+
+
+def _to_cached_fp8(blocks: Tensor) -> Tensor:
+    return blocks.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _to_cached_int8(blocks: Tensor) -> Tensor:
+    """Round the channels of each token and head as vLLM's kernel for int8_per_token_head."""
+    scale = _divided(blocks.abs().amax(-1, keepdim=True), INT8_MAX).clamp_min(_MIN_INT8_SCALE)
+    scaled = blocks * scale.reciprocal()
+    stored = (scaled + scaled.sign() * 0.5).clamp_(-INT8_MAX - 1, INT8_MAX).to(torch.int8)
+    return stored.float().mul_(scale)
+
+
+_CACHED: dict[CacheFormat, Callable[[Tensor], Tensor]] = {"fp8": _to_cached_fp8, "int8": _to_cached_int8}
 
 
 def _power_of_two_below(magnitudes: Tensor) -> Tensor:
