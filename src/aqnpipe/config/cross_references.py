@@ -22,7 +22,7 @@ from aqnpipe.config.diagnosis import NEEDS_PARITY
 from aqnpipe.config.evaluation import expected_scorer, settings_of
 from aqnpipe.config.generation import is_without_vllm, why_not_shared, why_vllm_cannot_roll_out
 from aqnpipe.config.model import ModelConfig, known_config, noised_attention, num_layers_of, source_kind
-from aqnpipe.config.noise import CacheNoise, FakeQuantization
+from aqnpipe.config.noise import FakeQuantization
 from aqnpipe.config.validation_messages import one_of, shown
 from aqnpipe.errors import ModelError
 
@@ -260,15 +260,8 @@ def _attention_of_arm(scope: Scope, given: str, arm: str) -> str | None:
 
 def _fits_vllm(scope: Scope, error: Any, *_: str) -> str | None:
     is_other = scope.study.generation.backend == "vllm" and is_without_vllm(error)
-    return (
-        f"an error that vLLM can compute, not {error.kind}, or generation.backend: transformers" if is_other else None
-    )
-
-
-def _cache_fits_vllm(scope: Scope, noise: CacheNoise, *_: str) -> str | None:
-    if scope.study.generation.backend != "vllm":
-        return None
-    return "no kv_cache, whose rounding cannot be proven on vLLM, or generation.backend: transformers"
+    kind = getattr(error, "kind", error)
+    return f"an error that vLLM can compute, not {kind}, or generation.backend: transformers" if is_other else None
 
 
 def _fused_for_vllm(scope: Scope, attention: str, role: str) -> str | None:
@@ -500,7 +493,7 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("arms[*].operator_noise.attention", _attention_of_arm),
     ("noises[*].operator_noise.error", _fits_vllm),
     ("noises[*].module_noise.error", _fits_vllm),
-    ("noises[*].kv_cache", _cache_fits_vllm),
+    ("noises[*].kv_cache", _fits_vllm),
     ("models[*].attention", _fused_for_vllm),
     ("generation.tensor_parallel", _shared),
     ("arms[*]", _rolls_out_on_vllm),

@@ -18,6 +18,7 @@ from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import noised_attention
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
+    CacheFormat,
     CacheNoise,
     ErrorModel,
     FakeQuantization,
@@ -59,12 +60,6 @@ class _ModuleNoise(ModuleNoise):
     phases: tuple[Phase, ...] = ("evaluation",)
 
 
-class _CacheNoise(CacheNoise):
-    """Rounding of keys and values as in an arm, whose phase is `evaluation`."""
-
-    phases: tuple[Phase, ...] = ("evaluation",)
-
-
 class EvaluationNoise(FrozenModel):
     """The noise of an evaluation: on operators, on modules, on the cache, or several. Its phase is `evaluation`."""
 
@@ -73,19 +68,19 @@ class EvaluationNoise(FrozenModel):
         description="as in an arm; attention follows the model",
     )
     module_noise: _ModuleNoise | None = Field(default=None, description="as in an arm")
-    kv_cache: _CacheNoise | None = Field(
-        default=None, exclude_if=lambda noise: noise is None, description="as in an arm"
+    kv_cache: CacheFormat | None = Field(
+        default=None, exclude_if=lambda noise: noise is None, description="the format of an arm's kv_cache"
     )
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
-        given = {"operator_noise": self.operator_noise, "module_noise": self.module_noise, "kv_cache": self.kv_cache}
-        if not any(given.values()):
+        given = {"operator_noise": self.operator_noise, "module_noise": self.module_noise}
+        if not any([*given.values(), self.kv_cache]):
             raise ValueError("expected operator_noise, module_noise, kv_cache, or several of them")
         for name, noise in given.items():
             if noise is not None and noise.phases != ("evaluation",):
                 raise ValueError(f"{name}.phases: a noise of an evaluation has only this phase, remove phases")
-            if isinstance(noise, OperatorNoise | ModuleNoise) and not noise.is_active:
+            if noise is not None and not noise.is_active:
                 raise ValueError(f"{name}: its error has scale 0, expected one that changes something")
         return self
 
@@ -117,17 +112,18 @@ class EvaluationNoise(FrozenModel):
 
     def spec_for(self, attention: str) -> NoiseSpec:
         """Return the noise of a pass on a model with that implementation of attention."""
-        modules, cache = self.module_noise, self.kv_cache
+        modules, stored = self.module_noise, self.kv_cache
         return NoiseSpec(
             operator_noise=self.operators_for(attention),
             module_noise=None if modules is None else ModuleNoise.model_validate(modules.model_dump()),
-            kv_cache=None if cache is None else CacheNoise.model_validate(cache.model_dump()),
+            kv_cache=None if stored is None else CacheNoise(format=stored, phases=("evaluation",)),
         )
 
     @property
-    def errors(self) -> list[ErrorModel]:
-        """The errors on operators and modules."""
-        return [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
+    def errors(self) -> list[ErrorModel | CacheFormat]:
+        """The errors on operators and modules, and the format of the cache."""
+        errors: list[ErrorModel | CacheFormat] = [] if self.kv_cache is None else [self.kv_cache]
+        return errors + [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
 
     @property
     def is_random(self) -> bool:
@@ -154,7 +150,7 @@ def preset(name: Preset) -> EvaluationNoise:
     """Return the noise that a preset stands for."""
     bits, _, number_format = name.partition("_")
     if bits == "kv8":
-        return EvaluationNoise(kv_cache=_CacheNoise.model_validate({"format": number_format}))
+        return EvaluationNoise.model_validate({"kv_cache": number_format})
     activations = not bits.endswith("a16")
     error: ErrorModel = FakeQuantization.model_validate({"format": number_format, "activations": activations})
     return EvaluationNoise(operator_noise=_OperatorNoise(error=error, include_lm_head=False))
@@ -387,9 +383,7 @@ class EvaluationConfig(FrozenModel):
     @property
     def fits_vllm(self) -> bool:
         """Return whether vLLM can compute every noise."""
-        noises = [settings_of(noise) for noise in self.noises.values()]
-        errors = [error for noise in noises for error in noise.errors]
-        return not any(noise.kv_cache for noise in noises) and not any(map(is_without_vllm, errors))
+        return not any(is_without_vllm(error) for noise in self.noises.values() for error in settings_of(noise).errors)
 
     def all_levels(self) -> tuple[float, ...]:
         """Return the noise levels and, behind them, the levels of the named noises."""

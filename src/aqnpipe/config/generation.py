@@ -9,7 +9,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import ErrorModel, FakeQuantization, is_fixed
+from aqnpipe.config.noise import CacheFormat, ErrorModel, FakeQuantization, is_fixed
 
 RequestedBackend = Literal["auto", "transformers", "vllm"]
 
@@ -77,8 +77,13 @@ class GenerationConfig(FrozenModel):
         return self.rollout_backend or self.backend
 
 
-def is_without_vllm(error: ErrorModel) -> bool:
-    """Return whether vLLM cannot compute an error: of operands, measured, fixed (attention), or a user's own."""
+def is_without_vllm(error: ErrorModel | CacheFormat) -> bool:
+    """Return whether vLLM cannot compute an error, or cannot prove it.
+
+    These are errors of operands, measured, fixed (attention), or a user's own, and formats of a cache.
+    """
+    if isinstance(error, str):
+        return True
     return isinstance(error, FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
 
 

@@ -237,7 +237,7 @@ def _measured(cells: Sequence[Row], compared: Sequence[Receipt], words: Words) -
     ]
     sizes = [numbers.scale(_root_mean_square(part, relative=False)) for part in parts if part]
     caches = [cell for cell in cells if cell.operator == CACHE]
-    sizes += [] if (size := cache_error(caches)) is None else [numbers.scale(size)]
+    sizes += [] if (of_caches := cache_error(caches)) is None else [numbers.scale(of_caches)]
     measured = [cell for part in parts for cell in part]
     if caches and not measured:
         known = {"elements": sum(cell.recomputed for cell in caches)}
