@@ -130,6 +130,21 @@ def _operators(receipt: "Receipt") -> "Table":
             f"{requested:.4g}",
             _with_error((squares / elements) ** 0.5, elements) if elements else "-",
         )
+    from aqnpipe.noise.receipts.cache_checks import cache_error
+    from aqnpipe.noise.receipts.table import CACHE
+
+    for phase in receipt.kv_cache.phases if receipt.kv_cache else ():
+        caches = [cell for cell in receipt.cache_cells if cell.phase == phase]
+        table.add_row(
+            phase,
+            CACHE,
+            number_ranges([cell.layer for cell in caches if cell.layer is not None]) or "-",
+            receipt.kv_cache.format,
+            f"{sum(cell.calls for cell in caches):,}",
+            f"{sum(cell.elements for cell in caches):,}",
+            "-",
+            "-" if (error := cache_error(caches)) is None else f"{error:.4g}",
+        )
     return table
 
 

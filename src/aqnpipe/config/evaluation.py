@@ -84,15 +84,17 @@ class EvaluationNoise(FrozenModel):
                 raise ValueError(f"{name}: its error has scale 0, expected one that changes something")
         return self
 
-    def operators_for(self, attention: str) -> OperatorNoise | None:
-        """Return the noise on operators for a model with that implementation of attention; None if there is none."""
-        if self.operator_noise is None:
-            return None
-        problem = self.attention_problem(attention)
-        if problem is not None:
+    def spec_for(self, attention: str) -> NoiseSpec:
+        """Return the noise of a pass on a model with that attention. Raises ConfigError if the two do not agree."""
+        if problem := self.attention_problem(attention):
             raise ConfigError(problem)
+        operators, modules, stored = self.operator_noise, self.module_noise, self.kv_cache
         settings = {"attention": noised_attention(attention)}
-        return OperatorNoise.model_validate(self.operator_noise.model_dump() | settings)
+        return NoiseSpec(
+            operator_noise=operators and OperatorNoise.model_validate(operators.model_dump() | settings),
+            module_noise=modules and ModuleNoise.model_validate(modules.model_dump()),
+            kv_cache=stored and CacheNoise(format=stored, phases=("evaluation",)),
+        )
 
     def attention_problem(self, attention: str) -> str | None:
         """Return why the noise on operators cannot be had with an implementation of attention; None if it can."""
@@ -108,15 +110,6 @@ class EvaluationNoise(FrozenModel):
         return (
             f"operator_noise.attention: found {given}, the model computes attention {attention}, whose noise is "
             f"{computed}: leave attention out"
-        )
-
-    def spec_for(self, attention: str) -> NoiseSpec:
-        """Return the noise of a pass on a model with that implementation of attention."""
-        modules, stored = self.module_noise, self.kv_cache
-        return NoiseSpec(
-            operator_noise=self.operators_for(attention),
-            module_noise=None if modules is None else ModuleNoise.model_validate(modules.model_dump()),
-            kv_cache=None if stored is None else CacheNoise(format=stored, phases=("evaluation",)),
         )
 
     @property
@@ -397,14 +390,8 @@ class EvaluationConfig(FrozenModel):
         """Return the noise at a level, for a model with that attention."""
         if level >= 1:
             return settings_of(self.noises[self.noise_names()[level]]).spec_for(attention)
-        operator_noise = OperatorNoise(
-            operators=self.operators,
-            error=RelativeGaussian(scale=level),
-            phases=("evaluation",),
-            include_lm_head=self.include_lm_head,
-            attention="decomposed" if attention == "eager" else "fused",
-        )
-        return NoiseSpec(operator_noise=operator_noise if level else None)
+        noise = level_noise(level, self.operators, self.include_lm_head)
+        return NoiseSpec() if noise is None else noise.spec_for(attention)
 
 
 class StudyEvaluationConfig(EvaluationConfig):

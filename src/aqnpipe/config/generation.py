@@ -78,13 +78,8 @@ class GenerationConfig(FrozenModel):
 
 
 def is_without_vllm(error: ErrorModel | CacheFormat) -> bool:
-    """Return whether vLLM cannot compute an error, or cannot prove it.
-
-    These are errors of operands, measured, fixed (attention), or a user's own, and formats of a cache.
-    """
-    if isinstance(error, str):
-        return True
-    return isinstance(error, FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
+    """Return whether vLLM cannot have an error: of operands, measured, fixed (attention), a user's own, of a cache."""
+    return isinstance(error, str | FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
 
 
 def why_vllm_cannot_roll_out(arm: Arm) -> str | None:

@@ -18,6 +18,7 @@ from aqnpipe.models.caches import Update, put_in_front
 
 _E4M3_MAX, _E4M3_MIN_EXPONENT, _E4M3_MANTISSA_BITS = 448.0, -6, 3
 _INT8_MAX, _MIN_INT8_SCALE = 127, 1e-6
+_MOST_CHANNELS = 4096
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -26,9 +27,9 @@ class CacheAudit:
 
     def __init__(self, number_format: CacheFormat, draws: np.random.Generator, note: Callable[..., None]) -> None:
         self._format: CacheFormat = number_format
-        self._seed = int(draws.integers(2**31))
+        # Odd, so that none takes a bit away.
+        self._weights = torch.from_numpy(draws.integers(-(2**62), 2**62, _MOST_CHANNELS) * 2 + 1)
         self._note = note
-        self._weights: dict[tuple[int, torch.device], Tensor] = {}
         self._known: dict[tuple[int, str], Tensor] = {}
 
     def hooks(self, layers: Sequence[nn.Module]) -> list[Any]:
@@ -61,14 +62,10 @@ class CacheAudit:
 
     def _fingerprints(self, vectors: Tensor) -> Tensor:
         """Return a number for each of the vectors [..., channels]."""
-        width = vectors.shape[-1]
-        if (width, vectors.device) not in self._weights:
-            random = torch.Generator().manual_seed(self._seed + width)
-            drawn = torch.randint(-(2**62), 2**62, (width,), generator=random) * 2 + 1
-            self._weights[width, vectors.device] = drawn.to(vectors.device)
         # A NaN has one pattern of bits.
         bits = vectors.masked_fill(vectors.isnan(), torch.nan).view(_INTEGERS[vectors.dtype.itemsize])
-        return (bits.long() * self._weights[width, vectors.device]).sum(-1)
+        self._weights = self._weights.to(vectors.device)
+        return (bits.long() * self._weights[: vectors.shape[-1]]).sum(-1)
 
 
 def _sums(exact: Tensor, rounded: Tensor) -> tuple[Tensor, Tensor]:

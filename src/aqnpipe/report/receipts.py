@@ -21,7 +21,7 @@ from aqnpipe.config.noise import (
 from aqnpipe.config.study import Study
 from aqnpipe.noise.receipts.cache_checks import cache_error
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.table import CACHE, Row, TablePhase
+from aqnpipe.noise.receipts.table import CACHE, Row
 from aqnpipe.report import numbers, tables
 from aqnpipe.report.inputs import Evaluated, ReportData, Run
 from aqnpipe.report.tables import Part, RunLink, Table, table
@@ -159,7 +159,7 @@ def phase_table(receipt: Receipt, words: Words) -> Table:
 
 
 def _phase_row(receipt: Receipt, record: Row, words: Words) -> dict[str, Any]:
-    requested = _requested_in(receipt, record.phase)
+    requested = [noise for noise in _noises(receipt) if record.phase in noise.phases]
     measured = [cell for cell in _cells(receipt) if cell.phase == record.phase]
     on_operators = any(not isinstance(noise, CacheNoise) for noise in requested)
     key, value = ("scale", record.reference_scale) if on_operators else ("difference", record.largest_difference)
@@ -195,10 +195,6 @@ def _noises(receipt: Receipt) -> list[_Noise]:
 def _cells(receipt: Receipt) -> tuple[Row, ...]:
     """Return the rows of everything that has an error."""
     return (*receipt.cells, *receipt.cache_cells)
-
-
-def _requested_in(receipt: Receipt, phase: TablePhase) -> list[_Noise]:
-    return [noise for noise in _noises(receipt) if phase in noise.phases]
 
 
 def _requested_text(noises: Sequence[_Noise], words: Words) -> str:
