@@ -13,7 +13,7 @@ from aqnpipe.config.base import describe_validation_error, replaced
 from aqnpipe.config.custom_code import refuse_foreign_code
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
-from aqnpipe.config.noise import FakeQuantization, OperatorNoise
+from aqnpipe.config.noise import CacheNoise, FakeQuantization, OperatorNoise
 from aqnpipe.config.study import read_arms
 from aqnpipe.config.validation_messages import one_of
 from aqnpipe.errors import ConfigError, ReceiptError
@@ -130,22 +130,21 @@ def _operators(receipt: "Receipt") -> "Table":
             f"{requested:.4g}",
             _with_error((squares / elements) ** 0.5, elements) if elements else "-",
         )
+    if receipt.kv_cache is not None:
+        _add_caches(table, receipt, receipt.kv_cache)
+    return table
+
+
+def _add_caches(table: "Table", receipt: "Receipt", noise: CacheNoise) -> None:
     from aqnpipe.noise.receipts.cache_checks import cache_error
     from aqnpipe.noise.receipts.table import CACHE
 
-    for phase in receipt.kv_cache.phases if receipt.kv_cache else ():
-        caches = [cell for cell in receipt.cache_cells if cell.phase == phase]
-        table.add_row(
-            phase,
-            CACHE,
-            number_ranges([cell.layer for cell in caches if cell.layer is not None]) or "-",
-            receipt.kv_cache.format,
-            f"{sum(cell.calls for cell in caches):,}",
-            f"{sum(cell.elements for cell in caches):,}",
-            "-",
-            "-" if (error := cache_error(caches)) is None else f"{error:.4g}",
-        )
-    return table
+    for phase in noise.phases:
+        cells = [cell for cell in receipt.cache_cells if cell.phase == phase]
+        layers = number_ranges([cell.layer for cell in cells if cell.layer is not None]) or "-"
+        calls, elements = (f"{sum(getattr(cell, name) for cell in cells):,}" for name in ("calls", "elements"))
+        size = cache_error(cells)
+        table.add_row(phase, CACHE, layers, noise.format, calls, elements, "-", "-" if size is None else f"{size:.4g}")
 
 
 def _with_error(measured: float, elements: int) -> str:
