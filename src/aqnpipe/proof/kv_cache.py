@@ -5,16 +5,15 @@ Each result has a fingerprint, a sum of its bits with secret weights. All that t
 whatever rows have left, moved or were read from a window since; and all new ones must be among what it returns.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from aqnpipe.config.noise import CacheFormat
-from aqnpipe.models.caches import Update, put_in_front
+from aqnpipe.models.caches import Update
 
 _E4M3_MAX, _E4M3_MIN_EXPONENT, _E4M3_MANTISSA_BITS = 448.0, -6, 3
 _INT8_MAX, _MIN_INT8_SCALE = 127, 1e-6
@@ -32,11 +31,8 @@ class CacheAudit:
         self._note = note
         self._known: dict[tuple[int, str], Tensor] = {}
 
-    def hooks(self, layers: Sequence[nn.Module]) -> list[Any]:
-        """Register the hooks, behind those of the machine; return their handles."""
-        return put_in_front(layers, self._compared)
-
-    def _compared(self, layer: int, keys: Tensor, values: Tensor, update: Update) -> tuple[Tensor, Tensor]:
+    def compared(self, layer: int, keys: Tensor, values: Tensor, update: Update) -> tuple[Tensor, Tensor]:
+        """Return what `update` does, verified; to be put in front of caches behind the machine, nearer to attention."""
         # What is computed here is no part of the pass that other audits observe by a mode.
         with torch.no_grad(), _disable_current_modes():
             expected = [_rounded(one.detach(), self._format) for one in (keys, values)]

@@ -2,7 +2,7 @@
 
 - `Machine` puts operator noise on results, in the kernels of torch; see `aqnpipe.machine`.
 - `ModuleErrors` puts module noise and AQN's noise on hidden states on whole modules, by hooks.
-- `round_caches` rounds the keys and values that attention reads, and `CacheAudit` verifies all of them.
+- `_rounded` rounds the keys and values that attention reads from a cache, and `CacheAudit` verifies all of them.
 - `FaultInjection` applies the simulated faults to the outputs of their sites, after all noise, in every phase.
 - `Audit` observes drawn passes from above the kernels, recomputes results, and compares; see `aqnpipe.proof`.
 
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import (
+    CacheFormat,
     FakeQuantization,
     MantissaTruncation,
     ModuleNoise,
@@ -31,9 +32,9 @@ from aqnpipe.config.noise import (
     machine_stream,
 )
 from aqnpipe.errors import ModelError
-from aqnpipe.machine.kv_cache import round_caches
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.modules import ModuleError, ModuleErrors
+from aqnpipe.models.caches import Update, put_in_front
 from aqnpipe.models.layout import layer_of, refuse_norms_without_weight
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Position
@@ -43,6 +44,7 @@ from aqnpipe.noise.injection.hooks import on_input, on_output
 from aqnpipe.noise.injection.measurements import PhaseMeasurements
 from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES, audit_request, hidden_stream
 from aqnpipe.noise.injection.sites import ModelSites
+from aqnpipe.noise.kernels.quantization import round_as_cached
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import CACHE
 from aqnpipe.proof.audit import Audit
@@ -233,12 +235,12 @@ class _RunningPhase:
                 note = PlaceHook(partial(self._note_gradient, part))
                 keep(module.register_forward_pre_hook(note, with_kwargs=True))
         if self._cache_noise is not None:
-            keep(*round_caches(self._layers, self._cache_noise.format))
+            keep(*put_in_front(self._layers, partial(_rounded, self._cache_noise.format)))
         if self._requested_cache is not None:
             # Nearer to attention than what rounds.
             note_cache = partial(self.recorder.add, self.phase, operator=CACHE)
             audit = CacheAudit(self._requested_cache.format, self._measurements.receipt.draws, note_cache)
-            keep(*audit.hooks(self._layers))
+            keep(*put_in_front(self._layers, audit.compared))
         self._module_errors.start()
         stack.callback(self._module_errors.close)
         for ordinal, module in enumerate(self._modules.values()):
@@ -295,3 +297,9 @@ class _RunningPhase:
     def noised_hidden(self, layer: int, sigma: float, hidden: Tensor) -> Tensor:
         """Return a decoder layer's hidden states with AQN's relative noise; gradients pass straight through."""
         return self._module_errors.put(layer, hidden)
+
+
+def _rounded(
+    number_format: CacheFormat, layer: int, keys: Tensor, values: Tensor, update: Update
+) -> tuple[Tensor, Tensor]:
+    return update(round_as_cached(keys, number_format), round_as_cached(values, number_format))
