@@ -52,8 +52,7 @@ class CacheAudit:
         # Places that nothing has been written to are zeros, and masked.
         known = self._known.get((layer, what), wanted.new_zeros(1))
         known = self._known[layer, what] = torch.cat([known, wanted.flatten()])
-        wrong = (~torch.isin(read, known)).sum()
-        missing = (~torch.isin(wanted, read)).sum()
+        wrong, missing = ((~torch.isin(one, among)).sum() for one, among in ((read, known), (wanted, read)))
         self._note(layer=layer, recomputed=wanted.numel(), elements=read.numel(), wrong=wrong, escaped=missing)
 
     def _fingerprints(self, vectors: Tensor) -> Tensor:
