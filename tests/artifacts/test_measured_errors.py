@@ -135,7 +135,7 @@ def test_evaluations_and_arms_get_the_figures_of_their_noise(write, study_spec, 
     assert evaluated.evaluation.noises["four_bits"] == "w4a16_mxfp4"
     # What a job writes down is read back as the same settings.
     assert type(evaluated).model_validate_json(evaluated.model_dump_json()) == evaluated
-    assert evaluated.evaluation.noise_at(1.0, "sdpa")[0].error.figures["lm_head"] == FIGURES
+    assert evaluated.evaluation.noise_at(1.0, "sdpa").operator_noise.error.figures["lm_head"] == FIGURES
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ from typer.testing import CliRunner
 
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.main import app
-from aqnpipe.config.noise import MantissaTruncation
+from aqnpipe.config.noise import MantissaTruncation, NoiseSpec
 from aqnpipe.errors import AqnpipeError
+from aqnpipe.noise.receipts.cache_checks import cache_error
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 NOISES = {
@@ -43,27 +44,34 @@ def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
         "--levels",
         "0,0.1",
     ]
-    arguments += ["--noise", "w4a16_nvfp4", "--noise", "w4a4_mxfp4", "--noises", "noises.yaml", "--noise-seeds", "0,1"]
+    presets = ["w4a16_nvfp4", "w4a4_mxfp4", "kv8_fp8", "kv8_int8"]
+    arguments += [part for name in presets for part in ("--noise", name)]
+    arguments += ["--noises", "noises.yaml", "--noise-seeds", "0,1"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "truncated noise" in result.stdout
     receipts = read_json(next(tmp_path.glob("robustness/eval/tiny/**/step0.receipt.json")), EvaluationReceipts)
     assert not receipts.problems()
     found = {(row.noise_level, row.noise_seed): row.receipt for row in receipts.passes}
-    # w4a16, w4a4, truncated, biased: once; absolute, layer, mlp and the level: with both seeds.
-    assert len(found) == 1 + 2 + 4 + 2 * 3
+    # Presets, truncated, biased: once; absolute, layer, mlp and the level: with both seeds.
+    assert len(found) == 1 + 2 + 6 + 2 * 3
+    # A rounding moves by 1/sqrt(12) of a step: of E4M3 an eighth of the leading bit, of int8 1/127 of the largest.
+    for level, number_format, error in ((3.0, "fp8", 0.026), (4.0, "int8", 2.5 / 127 / 12**0.5)):
+        cells = found[level, 0].cache_cells
+        assert (found[level, 0].kv_cache.format, len(cells)) == (number_format, found[level, 0].num_layers)
+        assert cache_error(cells) == pytest.approx(error, rel=0.3)
     assert found[1.0, 0].operator_noise.error.format == "nvfp4"
-    assert isinstance(found[3.0, 0].operator_noise.error, MantissaTruncation)
-    for size, level in ((0.02, 4.0), (0.1, 5.0)):
+    assert isinstance(found[5.0, 0].operator_noise.error, MantissaTruncation)
+    for size, level in ((0.02, 6.0), (0.1, 7.0)):
         assert found[level, 0].measured_scale("evaluation")[0] == pytest.approx(size, rel=0.05)
-    assert {cell.layer for cell in found[6.0, 0].cells if cell.measured} <= {2, None}
-    assert found[7.0, 1].module_noise.modules == ("*.down_proj",)
-    other = receipts.passes[-1].model_copy(update={"receipt": found[4.0, 0]})
-    assert other.differences((None, found[7.0, 1].module_noise)) == [
-        "evaluation at level 7, noise seed 1: the receipt is of other noise"
+    assert {cell.layer for cell in found[8.0, 0].cells if cell.measured} <= {2, None}
+    assert found[9.0, 1].module_noise.modules == ("*.down_proj",)
+    other = receipts.passes[-1].model_copy(update={"receipt": found[6.0, 0]})
+    assert other.differences(NoiseSpec(module_noise=found[9.0, 1].module_noise)) == [
+        "evaluation at level 9, noise seed 1: the receipt is of other noise"
     ]
     report = json.loads((tmp_path / "robustness" / "robustness.json").read_text())
-    assert [row["noise"] for row in report["accuracies"]] == [None, None, "w4a16_nvfp4", "w4a4_mxfp4", *NOISES]
+    assert [row["noise"] for row in report["accuracies"]] == [None, None, *presets, *NOISES]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 
 from aqnpipe.config.evaluation import EvaluationConfig, EvaluationNoise
+from aqnpipe.config.noise import CacheNoise, NoiseSpec
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import ConfigError
 
@@ -43,18 +44,20 @@ def test_random_noises_are_drawn_with_every_noise_seed_and_roundings_once():
 
 def test_the_noise_at_a_level_is_the_one_that_its_name_stands_for():
     evaluation = evaluation_of({"layer": IN_LAYER, "mlp": IN_MLP})
-    operators, modules = evaluation.noise_at(1.0, "eager")
+    noise = evaluation.noise_at(1.0, "eager")
+    operators, modules = noise.operator_noise, noise.module_noise
     assert (operators.layers, operators.phases, operators.attention, modules) == (
         (2,),
         ("evaluation",),
         "decomposed",
         None,
     )
-    assert evaluation.noise_at(1.0, "sdpa")[0].attention == "fused"
-    operators, modules = evaluation.noise_at(2.0, "eager")
+    assert evaluation.noise_at(1.0, "sdpa").operator_noise.attention == "fused"
+    noise = evaluation.noise_at(2.0, "eager")
+    operators, modules = noise.operator_noise, noise.module_noise
     assert (operators, modules.modules, modules.phases) == (None, ("*.down_proj",), ("evaluation",))
-    assert evaluation.noise_at(0.0, "eager") == (None, None)
-    assert evaluation.noise_at(0.1, "eager")[0].error.scale == 0.1
+    assert evaluation.noise_at(0.0, "eager") == NoiseSpec()
+    assert evaluation.noise_at(0.1, "eager").operator_noise.error.scale == 0.1
 
 
 @pytest.mark.parametrize(
@@ -71,9 +74,35 @@ def test_the_noise_at_a_level_is_the_one_that_its_name_stands_for():
 def test_presets_quantize_weights_or_weights_and_activations_and_spare_the_output_projection(
     name, number_format, activations
 ):
-    noise, _ = evaluation_of({"x": name}).noise_at(1.0, "eager")
+    noise = evaluation_of({"x": name}).noise_at(1.0, "eager").operator_noise
     assert (noise.error.format, noise.error.weights, noise.error.activations) == (number_format, True, activations)
     assert not noise.include_lm_head
+
+
+@pytest.mark.parametrize("number_format", ["fp8", "int8"])
+def test_presets_of_a_cache_round_keys_and_values_alone_and_once(number_format):
+    evaluation = evaluation_of({"x": f"kv8_{number_format}"})
+    noise = evaluation.noise_at(1.0, "sdpa")
+    assert noise == NoiseSpec(kv_cache=CacheNoise(format=number_format, phases=("evaluation",)))
+    assert not evaluation.is_random(1.0)
+    assert not evaluation.fits_vllm
+    assert evaluation_of({"x": {"kv_cache": number_format}}).noise_at(1.0, "sdpa") == noise
+
+
+def test_a_cache_beside_noise_on_operators_is_one_noise():
+    noise = evaluation_of({"x": {**IN_LAYER, "kv_cache": "int8"}}).noise_at(1.0, "eager")
+    assert (noise.operator_noise.layers, noise.kv_cache.format) == ((2,), "int8")
+
+
+def test_another_format_of_a_cache_is_one_line():
+    with pytest.raises(ConfigError, match="kv_cache: found 'fp8_e5m2', expected 'fp8' or 'int8'"):
+        evaluation_of({"x": {"kv_cache": "fp8_e5m2"}})
+
+
+def test_a_cache_on_vllm_is_refused():
+    given = {**content({"x": "kv8_fp8"}), "generation": {"backend": "vllm"}}
+    with pytest.raises(ConfigError, match=r"noises.x.kv_cache: .*an error that vLLM can compute, not fp8, or"):
+        load_study(given)
 
 
 def test_comparisons_name_a_noise():
@@ -96,7 +125,10 @@ ARMS = {"kind": "arms", "treatment": "a", "control": "b", "expected": "higher", 
     ("study", "message"),
     [
         (content({"x": "w4a16"}), "evaluation.noises.x: found 'w4a16', expected"),
-        (content({"x": {}}), "evaluation.noises.x: expected operator_noise, module_noise, or both"),
+        (
+            content({"x": {}}),
+            "evaluation.noises.x: expected operator_noise, module_noise, kv_cache, or several of them",
+        ),
         (
             content({"x": {"operator_noise": IN_LAYER["operator_noise"] | {"phases": ["rollout"]}}}),
             "phases: a noise of",
@@ -166,7 +198,7 @@ def test_attention_follows_the_model_and_another_one_is_refused():
     config = load_study(content({"x": given}, checkpoints=on_sdpa)).config
     # As a job reads it again, without the other machines on which the study evaluates.
     evaluation = EvaluationConfig.model_validate(config.evaluation.model_dump(mode="json", exclude={"machines"}))
-    assert evaluation.noise_at(1.0, "sdpa")[0].attention == "fused"
+    assert evaluation.noise_at(1.0, "sdpa").operator_noise.attention == "fused"
     with pytest.raises(ConfigError, match="found fused, the model computes attention eager"):
         evaluation.noise_at(1.0, "eager")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from aqnpipe.config.model import builtin_folder
-from aqnpipe.config.noise import AdaptiveNoise, Fault, ModuleNoise, OperatorNoise, RelativeGaussian
+from aqnpipe.config.noise import AdaptiveNoise, CacheNoise, Fault, ModuleNoise, OperatorNoise, RelativeGaussian
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise, TransformersPasses, pass_receipt
 from aqnpipe.generation.transformers_backend import TransformersBackend
@@ -16,6 +16,7 @@ CHANGED = [
     PassNoise(operator_noise=OperatorNoise(**NOISE)),
     PassNoise(module_noise=ModuleNoise(modules="linear", point="output", **NOISE)),
     PassNoise(faults=(Fault(type="dead_zone", layer=2, magnitude=0.1),)),
+    PassNoise(kv_cache=CacheNoise(format="fp8", phases=("evaluation",))),
 ]
 IDLE = [
     PassNoise(),
@@ -71,7 +72,7 @@ def test_a_rollout_with_aqn_is_not_clean():
     assert not RolloutNoise(aqn=AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05}), **rest).is_clean
 
 
-@pytest.mark.parametrize("noise", CHANGED, ids=["operators", "modules", "fault"])
+@pytest.mark.parametrize("noise", CHANGED, ids=["operators", "modules", "fault", "cache"])
 def test_under_noise_and_faults_every_prompt_is_read_whole(model, tokenizer, prompts, noise):
     completions, receipt, read = prompt_tokens_read(model, tokenizer, prompts, noise)
     receipt.check()

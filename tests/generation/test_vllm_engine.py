@@ -13,6 +13,7 @@ from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import (
+    CacheNoise,
     FakeQuantization,
     Fault,
     MantissaTruncation,
@@ -328,6 +329,10 @@ def test_noise_and_a_fault_share_a_pass(engine, prompts):
     [
         (noise(attention="decomposed"), "attention as one operator"),
         (noise(error=FakeQuantization(format="mxfp4")), "fake_quantization is not supported"),
+        (
+            PassNoise(kv_cache=CacheNoise(format="fp8", phases=("evaluation",))),
+            r"rounding of keys and values \(kv_cache\) cannot be proven on vLLM; generation.backend: transformers",
+        ),
         (modules(("*.mlp",)), r"pattern '\*\.mlp' matches model\.layers\.0\.mlp, which is no linear module or norm"),
         (modules(("*.qkv_proj",)), "matches none of 56 modules"),
         (PassNoise(faults=(Fault(type="bias", layer=6, magnitude=0.1),)), r"layer is 6, expected 0 to 5"),

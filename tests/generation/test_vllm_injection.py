@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
     AdaptiveNoise,
+    CacheNoise,
     ConstantSigma,
     Fault,
     ModuleNoise,
@@ -70,6 +71,16 @@ def replaced(monkeypatch, owner, name):
         monkeypatch.setattr(owner, name, through)
 
     return install
+
+
+def test_a_cache_in_another_format_is_refused_by_name_and_only_in_its_phase():
+    with pytest.raises(
+        ModelError, match=r"kv_cache\) cannot be proven on vLLM; generation.backend: transformers"
+    ) as found:
+        run(PassNoise(kv_cache=CacheNoise(format="fp8", phases=("evaluation",))))
+    assert "\n" not in str(found.value)
+    _, recorder = run(PassNoise(kv_cache=CacheNoise(format="fp8", phases=("rollout",))))
+    assert not recorder.receipt().cache_cells
 
 
 FAULT = Fault(type="dead_zone", layer=1, magnitude=0.3, site="q_proj")

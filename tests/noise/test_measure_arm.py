@@ -10,6 +10,7 @@ from aqnpipe.cli.main import app
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import (
     AdaptiveNoise,
+    CacheNoise,
     EpochAwareRanges,
     EpochRange,
     ModuleNoise,
@@ -41,6 +42,14 @@ def test_norm_hooks_reach_hardly_any_operation(model):
     assert receipt.phases[0].noised_share == 0.0
 
 
+@pytest.mark.parametrize("number_format", ["fp8", "int8"])
+def test_a_cache_in_every_forward_phase(model, number_format):
+    phases = ("rollout", "reference", "validation", "actor_forward")
+    noise = CacheNoise(format=number_format, phases=phases)
+    receipt = measure_arm(model, Arm(description="", kv_cache=noise, operator_noise=E5)).check()
+    assert {cell.phase: cell.calls for cell in receipt.cache_cells} == dict.fromkeys(phases, 1) | {"rollout": 2}
+
+
 def test_attention_of_another_kernel_than_requested_is_reported(make_model):
     model = make_model(attn_implementation="sdpa")
     problems = measure_arm(model, Arm(description="", operator_noise=E5)).problems()
@@ -49,6 +58,15 @@ def test_attention_of_another_kernel_than_requested_is_reported(make_model):
 
 def run(*arguments):
     return CliRunner().invoke(app, ["measure-noise", "tiny", *arguments])
+
+
+def test_the_command_shows_the_error_of_a_cache():
+    result = run("--arm", "kv_int8_rollouts")
+    assert result.exit_code == 0, result.output
+    (line,) = (line for line in result.output.splitlines() if "kv_cache" in line)
+    # Six layers, two passes: 1/127 of the largest channel is a step, of which a rounding moves by 1/sqrt(12).
+    assert line.split()[:4] == ["rollout", "kv_cache", "0-5", "int8"]
+    assert float(line.split()[-1]) == pytest.approx(2.5 / 127 / 12**0.5, rel=0.3)
 
 
 def test_the_command_shows_what_was_reached(tmp_path):

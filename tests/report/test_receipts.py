@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import made_up
 
-from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
-from aqnpipe.report.receipts import evaluation_table, run_overview, run_table
+from aqnpipe.config.noise import CacheNoise, OperatorNoise, RelativeGaussian
+from aqnpipe.noise.receipts.table import CACHE, Row
+from aqnpipe.report.receipts import evaluation_table, phase_table, run_overview, run_table
 from aqnpipe.report.words import load_words
 
 NOISE = OperatorNoise(error=RelativeGaussian(scale=1e-4), phases=("rollout",))
@@ -44,3 +45,22 @@ def test_the_page_names_runs_and_evaluations_whose_engine_replayed_graphs():
         texts = [" ".join(map(str, row.cells)) for row in table_of(made, load_words("en"), lambda *where: "").rows]
         assert ["8 x A100, CUDA graphs without noise (vLLM)" in text for text in texts] == [True, False, False]
         assert all("8 x A100" in text for text in texts)
+
+
+def test_a_cache_is_named_with_the_error_that_was_measured():
+    cache = CacheNoise(format="int8")
+    rows = [
+        Row("rollout", layer=layer, operator=CACHE, calls=10, recomputed=40, elements=60)
+        for layer in range(made_up.receipt(None, None, ("rollout",)).num_layers)
+    ]
+    for row in rows:
+        row.add(squares=0.25, expected_squares=10_000.0)
+    plain = made_up.receipt(None, None, ("rollout",))
+    receipt = plain.model_copy(update={"kv_cache": cache, "rows": (*plain.rows, *rows)})
+    made = SimpleNamespace(arm="kv", seed=0, model="base", receipt=receipt)
+    (row,) = run_overview([made], load_words("en"), lambda *where: "").rows
+    assert not row.alert
+    assert row.cells[2:4] == ("kv cache, int8", "0.005")
+    (phase,) = (row for row in phase_table(receipt, load_words("en")).rows if row.cells[0] == "rollout")
+    assert not phase.alert
+    assert phase.cells[1:3] == ("kv cache, int8", "0.005")

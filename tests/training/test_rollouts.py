@@ -11,6 +11,7 @@ from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import Device
 from aqnpipe.errors import ConfigError
+from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.rollout_backend import describe_rollouts
 from aqnpipe.training.run import grpo_arguments
 from aqnpipe.training.sampler_distance import SamplerDistance
@@ -114,6 +115,7 @@ def test_the_record_names_the_rollout_backend(inputs, tmp_path):
     [
         ({"operator_noise": MXFP4}, "operator_noise.error is fake_quantization in the rollout"),
         ({"operator_noise": {**FUSED, "attention": "decomposed"}}, "operator_noise.attention is decomposed"),
+        ({"kv_cache": {"format": "int8"}}, "kv_cache.format is int8 in the rollout, expected no rounding"),
     ],
 )
 def test_what_vllm_cannot_roll_out_is_refused_or_left_to_transformers(monkeypatch, arm, message):
@@ -126,6 +128,18 @@ def test_what_vllm_cannot_roll_out_is_refused_or_left_to_transformers(monkeypatc
     assert "\n" not in str(refused.value)
     without = {"backend": "vllm", "rollout_backend": "transformers"}
     assert describe_rollouts(changed(spec, generation=without)) == {"backend": "transformers"}
+
+
+@pytest.mark.parametrize("cache", [{"format": "fp8"}, {"format": "int8", "phases": ["rollout", "actor_forward"]}])
+def test_a_cache_in_another_format_is_proven_in_its_phases_alone(inputs, tmp_path, cache):
+    folder = run(changed(training_spec(), arm={"kv_cache": cache}), inputs, tmp_path / "run")
+    receipt = read_json(folder / "receipt.json", Receipt).check()
+    phases = {"rollout", *cache.get("phases", [])}
+    assert {row.phase for row in receipt.cache_cells if row.calls and row.squares} == phases
+    assert all(not row.wrong and not row.escaped for row in receipt.cache_cells)
+    # With such keys and values in the rollout alone, sampler and actor are two policies; in both they are one.
+    found = metrics(folder)["logp_difference_max"]
+    assert found.min() > 1e-3 if phases == {"rollout"} else found.max() < 1e-3
 
 
 def test_noise_outside_the_rollout_does_not_exclude_vllm(monkeypatch):

@@ -292,6 +292,7 @@ def _rollout_steps(plan: StudyPlan, training: TrainingConfig, arm_id: str) -> di
     steps = plan.num_steps / training.steps_per_rollout * training.num_workers * training.max_response_tokens
     noises = (arm.operator_noise, arm.module_noise)
     is_noisy = any(noise is not None and noise.is_active and "rollout" in noise.phases for noise in noises)
+    is_noisy |= arm.kv_cache is not None and "rollout" in arm.kv_cache.phases
     return {"noisy_decode_steps" if is_noisy else "decode_steps": steps}
 
 

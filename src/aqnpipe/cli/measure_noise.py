@@ -13,7 +13,7 @@ from aqnpipe.config.base import describe_validation_error, replaced
 from aqnpipe.config.custom_code import refuse_foreign_code
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
-from aqnpipe.config.noise import FakeQuantization, OperatorNoise
+from aqnpipe.config.noise import CacheNoise, FakeQuantization, OperatorNoise
 from aqnpipe.config.study import read_arms
 from aqnpipe.config.validation_messages import one_of
 from aqnpipe.errors import ConfigError, ReceiptError
@@ -130,7 +130,21 @@ def _operators(receipt: "Receipt") -> "Table":
             f"{requested:.4g}",
             _with_error((squares / elements) ** 0.5, elements) if elements else "-",
         )
+    if receipt.kv_cache is not None:
+        _add_caches(table, receipt, receipt.kv_cache)
     return table
+
+
+def _add_caches(table: "Table", receipt: "Receipt", noise: CacheNoise) -> None:
+    from aqnpipe.noise.receipts.cache_checks import cache_error
+    from aqnpipe.noise.receipts.table import CACHE
+
+    for phase in noise.phases:
+        cells = [cell for cell in receipt.cache_cells if cell.phase == phase]
+        layers = number_ranges([cell.layer for cell in cells if cell.layer is not None]) or "-"
+        calls, elements = (f"{sum(getattr(cell, name) for cell in cells):,}" for name in ("calls", "elements"))
+        size = cache_error(cells)
+        table.add_row(phase, CACHE, layers, noise.format, calls, elements, "-", "-" if size is None else f"{size:.4g}")
 
 
 def _with_error(measured: float, elements: int) -> str:

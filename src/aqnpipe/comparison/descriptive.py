@@ -93,7 +93,7 @@ def _reference_arm(study: Study, role: str) -> str:
 
 
 def _is_plain(arm: Arm) -> bool:
-    return not (arm.operator_noise or arm.module_noise or arm.aqn or arm.machine)
+    return not (arm.operator_noise or arm.module_noise or arm.kv_cache or arm.aqn or arm.machine)
 
 
 def _differences_of_model(study: Study, role: str, contrasts: Contrasts) -> Iterator[dict[str, Any]]:

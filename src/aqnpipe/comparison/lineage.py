@@ -193,12 +193,7 @@ class _Lineage:
             problems += recorded_fact_problems(record.training, spec, record.outputs_sha256)
         if outputs["receipt.json"].is_file():
             receipt = read_json(outputs["receipt.json"], Receipt)
-            requested = settings.arm
-            if (receipt.operator_noise, receipt.module_noise, receipt.aqn) != (
-                requested.operator_noise,
-                requested.module_noise,
-                requested.aqn,
-            ):
+            if not receipt.has_noise_of(settings.arm) or receipt.aqn != settings.arm.aqn:
                 problems.append("the receipt is of other noise than the arm asks for")
             problems += [f"receipt invalid: {problem}" for problem in receipt.problems()]
         return [f"training: {problem}" for problem in problems], record.outputs_sha256

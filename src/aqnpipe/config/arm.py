@@ -7,7 +7,14 @@ from pydantic import Field, model_validator
 from aqnpipe.config.base import FrozenModel, Identifier, TrainingSeed, replaced
 from aqnpipe.config.custom_code import CustomError, CustomSchedule
 from aqnpipe.config.model import Attention, noised_attention
-from aqnpipe.config.noise import TRAINING_PHASES, AdaptiveNoise, FakeQuantization, ModuleNoise, OperatorNoise
+from aqnpipe.config.noise import (
+    TRAINING_PHASES,
+    AdaptiveNoise,
+    CacheNoise,
+    FakeQuantization,
+    ModuleNoise,
+    OperatorNoise,
+)
 
 ModelRole = Literal["base", "large", "checkpoints"]
 """checkpoints: the role of given models in a study without training, where no arms file is read."""
@@ -48,6 +55,11 @@ class Arm(FrozenModel):
     model: ModelRole = "base"
     operator_noise: OperatorNoise | None = None
     module_noise: ModuleNoise | None = None
+    kv_cache: CacheNoise | None = Field(
+        default=None,
+        exclude_if=lambda noise: noise is None,
+        description="format in which the cache stores keys and values; null: exactly",
+    )
     aqn: AdaptiveNoise | None = None
     importance_sampling: ImportanceSampling | None = Field(
         default=None, description="correction for the distance between the sampling and the trained policy; null: none"
@@ -99,7 +111,8 @@ class Arm(FrozenModel):
 
     @model_validator(mode="after")
     def _phases_are_of_training(self) -> Self:
-        for key, noise in (("operator_noise", self.operator_noise), ("module_noise", self.module_noise)):
+        noises = {"operator_noise": self.operator_noise, "module_noise": self.module_noise, "kv_cache": self.kv_cache}
+        for key, noise in noises.items():
             others = set(noise.phases) - set(TRAINING_PHASES) if noise else set()
             if others:
                 raise ValueError(f"{key}.phases: training has no phase {', '.join(sorted(others))}")

@@ -260,9 +260,8 @@ def _attention_of_arm(scope: Scope, given: str, arm: str) -> str | None:
 
 def _fits_vllm(scope: Scope, error: Any, *_: str) -> str | None:
     is_other = scope.study.generation.backend == "vllm" and is_without_vllm(error)
-    return (
-        f"an error that vLLM can compute, not {error.kind}, or generation.backend: transformers" if is_other else None
-    )
+    kind = getattr(error, "kind", error)
+    return f"an error that vLLM can compute, not {kind}, or generation.backend: transformers" if is_other else None
 
 
 def _fused_for_vllm(scope: Scope, attention: str, role: str) -> str | None:
@@ -494,6 +493,7 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("arms[*].operator_noise.attention", _attention_of_arm),
     ("noises[*].operator_noise.error", _fits_vllm),
     ("noises[*].module_noise.error", _fits_vllm),
+    ("noises[*].kv_cache", _fits_vllm),
     ("models[*].attention", _fused_for_vllm),
     ("generation.tensor_parallel", _shared),
     ("arms[*]", _rolls_out_on_vllm),

@@ -18,9 +18,12 @@ from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import noised_attention
 from aqnpipe.config.noise import (
     AbsoluteGaussian,
+    CacheFormat,
+    CacheNoise,
     ErrorModel,
     FakeQuantization,
     ModuleNoise,
+    NoiseSpec,
     OperatorNoise,
     OperatorSet,
     Phase,
@@ -31,8 +34,11 @@ from aqnpipe.config.noise import (
 from aqnpipe.config.validation_messages import did_you_mean
 from aqnpipe.errors import ConfigError
 
-Preset = Literal["w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4", "w8a8_fp8", "w8a8_fp8_block"]
-"""Bits of weights and activations, and their format, in all linear modules but the output projection."""
+Preset = Literal[
+    "w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4", "w8a8_fp8", "w8a8_fp8_block", "kv8_fp8", "kv8_int8"
+]
+"""Bits of weights and activations, and their format, in all linear modules but the output projection; kv: of the cache.
+"""
 
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
@@ -55,19 +61,22 @@ class _ModuleNoise(ModuleNoise):
 
 
 class EvaluationNoise(FrozenModel):
-    """The noise of an evaluation: an error on operators, on modules, or both. Its phase is `evaluation`."""
+    """The noise of an evaluation: on operators, on modules, on the cache, or several. Its phase is `evaluation`."""
 
     operator_noise: _OperatorNoise | None = Field(
         default=None,
         description="as in an arm; attention follows the model",
     )
     module_noise: _ModuleNoise | None = Field(default=None, description="as in an arm")
+    kv_cache: CacheFormat | None = Field(
+        default=None, exclude_if=lambda noise: noise is None, description="the format of an arm's kv_cache"
+    )
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
         given = {"operator_noise": self.operator_noise, "module_noise": self.module_noise}
-        if not any(given.values()):
-            raise ValueError("expected operator_noise, module_noise, or both")
+        if not any([*given.values(), self.kv_cache]):
+            raise ValueError("expected operator_noise, module_noise, kv_cache, or several of them")
         for name, noise in given.items():
             if noise is not None and noise.phases != ("evaluation",):
                 raise ValueError(f"{name}.phases: a noise of an evaluation has only this phase, remove phases")
@@ -75,15 +84,17 @@ class EvaluationNoise(FrozenModel):
                 raise ValueError(f"{name}: its error has scale 0, expected one that changes something")
         return self
 
-    def operators_for(self, attention: str) -> OperatorNoise | None:
-        """Return the noise on operators for a model with that implementation of attention; None if there is none."""
-        if self.operator_noise is None:
-            return None
-        problem = self.attention_problem(attention)
-        if problem is not None:
+    def spec_for(self, attention: str) -> NoiseSpec:
+        """Return the noise of a pass on a model with that attention. Raises ConfigError if the two do not agree."""
+        if problem := self.attention_problem(attention):
             raise ConfigError(problem)
+        operators, modules, stored = self.operator_noise, self.module_noise, self.kv_cache
         settings = {"attention": noised_attention(attention)}
-        return OperatorNoise.model_validate(self.operator_noise.model_dump() | settings)
+        return NoiseSpec(
+            operator_noise=operators and OperatorNoise.model_validate(operators.model_dump() | settings),
+            module_noise=modules and ModuleNoise.model_validate(modules.model_dump()),
+            kv_cache=stored and CacheNoise(format=stored, phases=("evaluation",)),
+        )
 
     def attention_problem(self, attention: str) -> str | None:
         """Return why the noise on operators cannot be had with an implementation of attention; None if it can."""
@@ -101,14 +112,11 @@ class EvaluationNoise(FrozenModel):
             f"{computed}: leave attention out"
         )
 
-    def modules(self) -> ModuleNoise | None:
-        """Return the noise on modules; None if there is none."""
-        return None if self.module_noise is None else ModuleNoise.model_validate(self.module_noise.model_dump())
-
     @property
-    def errors(self) -> list[ErrorModel]:
-        """The errors on operators and modules."""
-        return [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
+    def errors(self) -> list[ErrorModel | CacheFormat]:
+        """The errors on operators and modules, and the format of the cache."""
+        errors: list[ErrorModel | CacheFormat] = [] if self.kv_cache is None else [self.kv_cache]
+        return errors + [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
 
     @property
     def is_random(self) -> bool:
@@ -134,6 +142,8 @@ def level_noise(level: float, operators: OperatorSet, include_lm_head: bool) -> 
 def preset(name: Preset) -> EvaluationNoise:
     """Return the noise that a preset stands for."""
     bits, _, number_format = name.partition("_")
+    if bits == "kv8":
+        return EvaluationNoise.model_validate({"kv_cache": number_format})
     activations = not bits.endswith("a16")
     error: ErrorModel = FakeQuantization.model_validate({"format": number_format, "activations": activations})
     return EvaluationNoise(operator_noise=_OperatorNoise(error=error, include_lm_head=False))
@@ -296,8 +306,8 @@ class EvaluationConfig(FrozenModel):
     noises: dict[Identifier, NamedNoise] = Field(
         default={},
         description="further noises by name, each evaluated once, or once per noise seed if it is random: settings of "
-        "operator_noise or module_noise as in an arm, or a preset (w4a16_mxfp4, w4a16_nvfp4, w4a4_mxfp4, w4a4_nvfp4, "
-        "w8a8_fp8, w8a8_fp8_block)",
+        "operator_noise, module_noise or kv_cache as in an arm, or a preset (w4a16_mxfp4, w4a16_nvfp4, w4a4_mxfp4, "
+        "w4a4_nvfp4, w8a8_fp8, w8a8_fp8_block, kv8_fp8, kv8_int8)",
     )
     operators: OperatorSet = "matmul"
     include_lm_head: bool = True
@@ -376,19 +386,12 @@ class EvaluationConfig(FrozenModel):
         """Return the names of the named noises by level."""
         return {level: name for name, level in numbered_levels(self.noises).items()}
 
-    def noise_at(self, level: float, attention: str) -> tuple[OperatorNoise | None, ModuleNoise | None]:
-        """Return the noise on operators and on modules at a level, for a model with that attention."""
+    def noise_at(self, level: float, attention: str) -> NoiseSpec:
+        """Return the noise at a level, for a model with that attention."""
         if level >= 1:
-            noise = settings_of(self.noises[self.noise_names()[level]])
-            return noise.operators_for(attention), noise.modules()
-        operator_noise = OperatorNoise(
-            operators=self.operators,
-            error=RelativeGaussian(scale=level),
-            phases=("evaluation",),
-            include_lm_head=self.include_lm_head,
-            attention="decomposed" if attention == "eager" else "fused",
-        )
-        return (operator_noise if level else None), None
+            return settings_of(self.noises[self.noise_names()[level]]).spec_for(attention)
+        noise = level_noise(level, self.operators, self.include_lm_head)
+        return NoiseSpec() if noise is None else noise.spec_for(attention)
 
 
 class StudyEvaluationConfig(EvaluationConfig):

@@ -9,7 +9,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import ErrorModel, FakeQuantization, is_fixed
+from aqnpipe.config.noise import CacheFormat, ErrorModel, FakeQuantization, is_fixed
 
 RequestedBackend = Literal["auto", "transformers", "vllm"]
 
@@ -77,9 +77,9 @@ class GenerationConfig(FrozenModel):
         return self.rollout_backend or self.backend
 
 
-def is_without_vllm(error: ErrorModel) -> bool:
-    """Return whether vLLM cannot compute an error: of operands, measured, fixed (attention), or a user's own."""
-    return isinstance(error, FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
+def is_without_vllm(error: ErrorModel | CacheFormat) -> bool:
+    """Return whether vLLM cannot have an error: of operands, measured, fixed (attention), a user's own, of a cache."""
+    return isinstance(error, str | FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
 
 
 def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
@@ -88,6 +88,8 @@ def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
         if part is not None and part.is_active and "rollout" in part.phases and is_without_vllm(part.error):
             kind = f"{part.error.kind} with redraw: never" if is_fixed(part.error) else part.error.kind
             return f"{key}.error is {kind} in the rollout, expected a scaled error or a truncation"
+    if arm.kv_cache is not None and "rollout" in arm.kv_cache.phases:
+        return f"kv_cache.format is {arm.kv_cache.format} in the rollout, expected no rounding of keys and values"
     noise = arm.operator_noise
     if noise is None or not noise.is_active or "rollout" not in noise.phases:
         return None

@@ -16,6 +16,8 @@ from aqnpipe.device import DeviceKind
 Phase = Literal["rollout", "reference", "actor_forward", "backward", "validation", "evaluation"]
 """The parts of a study in which a model computes. Each phase has exactly the noise that was requested for it."""
 
+ForwardPhase = Literal["rollout", "reference", "actor_forward", "validation", "evaluation"]
+
 TRAINING_PHASES: tuple[Phase, ...] = ("rollout", "reference", "actor_forward", "backward", "validation")
 
 OperatorSet = Literal["matmul", "all"]
@@ -332,6 +334,23 @@ class ModuleNoise(FrozenModel):
         return is_active(self.error)
 
 
+CacheFormat = Literal["fp8", "int8"]
+"""Formats that keys and values can be rounded to."""
+
+
+class CacheNoise(FrozenModel):
+    """Keys and values rounded to the format in which a cache stores them, before attention reads them.
+
+    A pass without a cache reads the same values. Gradients are straight-through.
+    """
+
+    format: CacheFormat = Field(
+        description="fp8: E4M3 with scale 1, vLLM's kv_cache_dtype fp8 without calibrated scales. int8: a scale for "
+        "each token and head, max|x| / 127, vLLM's int8_per_token_head"
+    )
+    phases: Annotated[tuple[ForwardPhase, ...], EACH_ONCE] = Field(default=("rollout",), min_length=1)
+
+
 class GlobalDecay(FrozenModel):
     """QeRL's staged exponential decay: `num_stages` equal intervals, the first one without noise (warm-up)."""
 
@@ -608,16 +627,17 @@ class Machine(FrozenModel):
 
 
 class NoiseSpec(FrozenModel):
-    """The noise of a run or pass (on operators, on modules, and by AQN) and the simulated faults of its machine."""
+    """The noise of a run or pass (on operators, modules, the cache, and by AQN) and its machine's simulated faults."""
 
     operator_noise: OperatorNoise | None = None
     module_noise: ModuleNoise | None = None
+    kv_cache: CacheNoise | None = Field(default=None, exclude_if=lambda noise: noise is None)
     aqn: AdaptiveNoise | None = None
     faults: tuple[Fault, ...] = ()
 
     def is_clean_in(self, phase: Phase) -> bool:
         """Return whether there is neither noise nor a fault in `phase`."""
-        noised = self.operator_noise_in(phase) or self.module_noise_in(phase) or self.aqn
+        noised = self.operator_noise_in(phase) or self.module_noise_in(phase) or self.cache_noise_in(phase) or self.aqn
         return noised is None and not self.faults
 
     def operator_noise_in(self, phase: Phase) -> OperatorNoise | None:
@@ -629,3 +649,8 @@ class NoiseSpec(FrozenModel):
         """Return the module noise in `phase`, or None."""
         noise = self.module_noise
         return noise if noise is not None and noise.is_active and phase in noise.phases else None
+
+    def cache_noise_in(self, phase: Phase) -> CacheNoise | None:
+        """Return the rounding of keys and values in `phase`, or None."""
+        noise = self.kv_cache
+        return noise if noise is not None and phase in noise.phases else None

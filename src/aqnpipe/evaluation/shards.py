@@ -201,8 +201,8 @@ def assembled_passes(
 
 def noise_of(spec: EvaluationSpec, noise_level: float, noise_seed: int) -> PassNoise:
     """Return the noise of a pass; noise on attention follows the model's attention implementation."""
-    operators, modules = spec.evaluation.noise_at(noise_level, spec.attention)
-    return PassNoise(operator_noise=operators, module_noise=modules, faults=spec.faults, noise_seed=noise_seed)
+    noise = spec.evaluation.noise_at(noise_level, spec.attention)
+    return PassNoise(**{**dict(noise), "faults": spec.faults}, noise_seed=noise_seed)
 
 
 def sampling_of(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Sampling:

@@ -34,9 +34,8 @@ from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.audit.judgement import Judge
 from aqnpipe.evaluation.audit.weights import combined, differing_weight, digests_in_memory
-from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, local_shard_runner, shards_of
+from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, local_shard_runner, noise_of, shards_of
 from aqnpipe.generation.backend import Completion
-from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.models.loading import file_digests, load_model, load_tokenizer, refuse_removed
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 
@@ -291,10 +290,7 @@ class _TaskRun:
 
     def rows(self, level: float, noise_seed: int, golds: dict[str, str]) -> tuple[pl.DataFrame, str]:
         """Return the rows of one pass, as `EvaluationTable` has them, and the digests of its prompts."""
-        operators, modules = self._spec.evaluation.noise_at(level, self._spec.attention)
-        self.model.begin_pass(
-            PassNoise(operator_noise=operators, module_noise=modules, faults=self._spec.faults, noise_seed=noise_seed)
-        )
+        self.model.begin_pass(noise_of(self._spec, level, noise_seed))
         samples = self._samples()
         if [question_id(sample["doc_id"]) for sample in samples] != list(golds):
             raise DataError(
@@ -310,7 +306,8 @@ class _TaskRun:
         """Return the facts of a pass."""
         if digests_in_memory(self.model.model) != self._weights:
             raise ReceiptError("evaluation invalid: the weights in memory changed during an evaluation")
-        has_noise = self.model.noise.operator_noise or self.model.noise.module_noise
+        noise = self.model.noise
+        has_noise = noise.operator_noise or noise.module_noise or noise.kv_cache
         return PassFacts(
             noise_level=level,
             noise_seed=noise_seed,

@@ -29,7 +29,7 @@ def measure_arm(
     diagnosis. The receipt is not checked: call `problems()` on it.
     """
     aqn = _constant(arm.aqn) if arm.aqn else None
-    spec = NoiseSpec(operator_noise=arm.operator_noise, module_noise=arm.module_noise, aqn=aqn)
+    spec = NoiseSpec(operator_noise=arm.operator_noise, module_noise=arm.module_noise, kv_cache=arm.kv_cache, aqn=aqn)
     recorder = ReceiptRecorder(
         spec,
         expected_phases=("rollout", "reference", "actor_forward", "backward", "validation"),

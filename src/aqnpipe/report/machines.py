@@ -55,7 +55,7 @@ def noises_of(study: Study, model: str, attention: str) -> list[StudyNoise]:
     Noise on modules is not among them.
     """
     plan, evaluation = StudyPlan(study), study.config.evaluation
-    levels = [(level, evaluation.noise_at(level, attention)[0]) for level in evaluation.all_levels()]
+    levels = [(level, evaluation.noise_at(level, attention).operator_noise) for level in evaluation.all_levels()]
     found = [StudyNoise(_resolved(plan, noise, model), level) for level, noise in levels if noise is not None]
     for name, arm in study.arms.items():
         noise = arm.operator_noise

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import (
+    CacheNoise,
     FakeQuantization,
     MantissaTruncation,
     ModuleNoise,
@@ -18,8 +19,9 @@ from aqnpipe.config.noise import (
     ScaledError,
 )
 from aqnpipe.config.study import Study
+from aqnpipe.noise.receipts.cache_checks import cache_error
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.table import Row, TablePhase
+from aqnpipe.noise.receipts.table import CACHE, Row
 from aqnpipe.report import numbers, tables
 from aqnpipe.report.inputs import Evaluated, ReportData, Run
 from aqnpipe.report.tables import Part, RunLink, Table, table
@@ -29,6 +31,7 @@ from aqnpipe.statistics.continuous import scale_standard_error
 _SCALED_KINDS = frozenset(kind.model_fields["kind"].default for kind in (*get_args(ScaledError), MeasuredError))
 """Error models whose measured size should equal the requested one; the others round, within a bound."""
 
+_Noise = OperatorNoise | ModuleNoise | CacheNoise
 
 MAX_RUNS = 60
 """Runs whose receipts the page shows phase by phase, or whose problems it lists."""
@@ -124,8 +127,8 @@ def _evaluation_rows(evaluated: Evaluated, words: Words, run_link: RunLink) -> I
         yield {
             "checkpoint": _checkpoint(evaluated, words),
             "receipt": "refused" if problems else "accepted",
-            "noise_requested": _requested_text([passes[0].receipt.operator_noise], words),
-            **_measured([cell for receipt in pooled for cell in receipt.cells], pooled, words),
+            "noise_requested": _requested_text(_noises(passes[0].receipt), words),
+            **_measured([cell for receipt in pooled for cell in _cells(receipt)], pooled, words),
             "alert": bool(problems),
             "link": run_link(source.model, source.arm, source.seed),
         }
@@ -139,8 +142,8 @@ def _overview_row(run: Run, words: Words, run_link: RunLink) -> dict[str, Any]:
     return {
         "run": _name(run, words),
         "receipt": "refused" if problems else "accepted",
-        "noise_requested": _requested_text([receipt.operator_noise, receipt.module_noise], words),
-        **_measured(receipt.cells, [receipt], words),
+        "noise_requested": _requested_text(_noises(receipt), words),
+        **_measured(_cells(receipt), [receipt], words),
         "syncs": len(syncs) or words("receipts.none"),
         "sigma_requested": words("span", low=f"{min(sigmas):.3g}", high=f"{max(sigmas):.3g}") if syncs else None,
         "sigma_ratio": _sync_ratio(receipt),
@@ -156,11 +159,12 @@ def phase_table(receipt: Receipt, words: Words) -> Table:
 
 
 def _phase_row(receipt: Receipt, record: Row, words: Words) -> dict[str, Any]:
-    requested = _requested_in(receipt, record.phase)
-    measured = [cell for cell in receipt.cells if cell.phase == record.phase]
-    key, value = ("scale", record.reference_scale) if requested else ("difference", record.largest_difference)
+    requested = [noise for noise in _noises(receipt) if record.phase in noise.phases]
+    measured = [cell for cell in _cells(receipt) if cell.phase == record.phase]
+    on_operators = any(not isinstance(noise, CacheNoise) for noise in requested)
+    key, value = ("scale", record.reference_scale) if on_operators else ("difference", record.largest_difference)
     reference_check = words(f"receipts.reference_check.{key}", value=value, elements=record.compared)
-    unrequested = not requested and bool(record.calls)
+    unrequested = not on_operators and bool(record.calls)
     found = bool(record.escaped) or bool(record.contradictions)
     return {
         "phase": record.phase,
@@ -181,17 +185,26 @@ def _recomputed_text(record: Row, words: Words) -> str:
     return words("receipts.recomputed", numbers=record.recomputed, deviation=record.largest_deviation)
 
 
-def _requested_in(receipt: Receipt, phase: TablePhase) -> list[OperatorNoise | ModuleNoise]:
+def _noises(receipt: Receipt) -> list[_Noise]:
+    """Return the requested noises that change anything."""
     noises = (receipt.operator_noise, receipt.module_noise)
-    return [noise for noise in noises if noise and noise.is_active and phase in noise.phases]
+    active: list[_Noise] = [noise for noise in noises if noise is not None and noise.is_active]
+    return active + ([] if receipt.kv_cache is None else [receipt.kv_cache])
 
 
-def _requested_text(noises: Sequence[OperatorNoise | ModuleNoise | None], words: Words) -> str:
+def _cells(receipt: Receipt) -> tuple[Row, ...]:
+    """Return the rows of everything that has an error."""
+    return (*receipt.cells, *receipt.cache_cells)
+
+
+def _requested_text(noises: Sequence[_Noise], words: Words) -> str:
     """Return the requested errors: a relative scale as a number, every other error with its name."""
-    return ", ".join(_error_text(noise) for noise in noises if noise and noise.is_active) or words("receipts.none")
+    return ", ".join(map(_error_text, noises)) or words("receipts.none")
 
 
-def _error_text(noise: OperatorNoise | ModuleNoise) -> str:
+def _error_text(noise: _Noise) -> str:
+    if isinstance(noise, CacheNoise):
+        return f"kv cache, {noise.format}"
     error = noise.error
     where = "" if isinstance(noise, OperatorNoise) else f"{noise.point} of {noise.modules}: "
     match error:
@@ -211,7 +224,7 @@ def _error_text(noise: OperatorNoise | ModuleNoise) -> str:
 
 
 def _measured(cells: Sequence[Row], compared: Sequence[Receipt], words: Words) -> dict[str, Any]:
-    """Return size measured, its deviation in %, standard error in %, elements; operators and modules pooled apart.
+    """Return size measured, its deviation in %, standard error in %, elements; operators, modules, caches pooled apart.
 
     Where nothing was noised, the size is the difference of the outputs from plain torch in `compared`.
     """
@@ -219,7 +232,12 @@ def _measured(cells: Sequence[Row], compared: Sequence[Receipt], words: Words) -
         [cell for cell in cells if cell.is_module == module and cell.measured_elements] for module in (False, True)
     ]
     sizes = [numbers.scale(_root_mean_square(part, relative=False)) for part in parts if part]
+    caches = [cell for cell in cells if cell.operator == CACHE]
+    sizes += [] if (of_caches := cache_error(caches)) is None else [numbers.scale(of_caches)]
     measured = [cell for part in parts for cell in part]
+    if caches and not measured:
+        known = {"elements": sum(cell.recomputed for cell in caches)}
+        return {"noise_measured": ", ".join(sizes), "off_by": None, "sampling_error": None, **known}
     if not measured:
         size = _reference_check_text(compared, words) if compared else words("receipts.none")
         return {"noise_measured": size, "off_by": None, "sampling_error": None, "elements": None}

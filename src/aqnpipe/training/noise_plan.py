@@ -44,7 +44,8 @@ class NoisePlan:
 def noise_of(spec: TrainingSpec) -> NoiseSpec:
     """Return the noise of a run, and the faults of its machine."""
     arm = spec.arm
-    return NoiseSpec(operator_noise=arm.operator_noise, module_noise=arm.module_noise, aqn=arm.aqn, faults=spec.faults)
+    noises = {name: getattr(arm, name) for name in ("operator_noise", "module_noise", "kv_cache", "aqn")}
+    return NoiseSpec(**noises, faults=spec.faults)
 
 
 def build_noise_plan(

@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -14,10 +15,6 @@ from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.noise.kernels.quantization import (
     MANTISSA_BITS,
     fake_quantize,
-    fake_quantize_fp8,
-    fake_quantize_fp8_block,
-    fake_quantize_mxfp4,
-    fake_quantize_nvfp4,
     round_to_e2m1,
     truncate_mantissa_,
 )
@@ -29,6 +26,8 @@ ALL_FORMATS = [*FORMATS, "fp8", "fp8_block"]
 MXFP4_EXPONENTS = [(torch.float32, (-149, 128)), (torch.bfloat16, (-133, 128)), (torch.float16, (-24, 16))]
 NVFP4_EXPONENTS = [(torch.float32, (-105, 128)), (torch.bfloat16, (-105, 128)), (torch.float16, (-24, 16))]
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+in_mxfp4, in_nvfp4, in_fp8, in_fp8_block = (partial(fake_quantize, number_format=name) for name in ALL_FORMATS)
 
 finite_blocks = arrays(np.float32, (2, 32), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
 tame_blocks = arrays(np.float32, (2, 32), elements=st.floats(-1e6, 1e6, width=32))
@@ -208,7 +207,7 @@ def test_mxfp4_of_hand_computed_blocks(dtype):
             block(-0.5, 0.25, 0, 0.0625),
         ]
     )
-    assert_same_bits(fake_quantize_mxfp4(blocks.to(dtype)), expected.to(dtype))
+    assert_same_bits(in_mxfp4(blocks.to(dtype)), expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -233,7 +232,7 @@ def test_nvfp4_of_hand_computed_blocks(dtype):
             block(0.046875, 0.0078125, 0, length=16),
         ]
     )
-    assert_same_bits(fake_quantize_nvfp4(blocks.to(dtype)), expected.to(dtype))
+    assert_same_bits(in_nvfp4(blocks.to(dtype)), expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -241,29 +240,29 @@ def test_fp8_of_hand_computed_tensors(dtype):
     # max 448: scale 1. Spacing 32 from 256 (304 and 336 are ties), 1/8 from 1, 2^-9 below 2^-6; half of that is a tie.
     tensor = block(448, -304, 336, 17, 1.0625, 0.0078125, -0.0009765625, length=8, dtype=dtype)
     expected = block(448, -320, 320, 16, 1.0, 0.0078125, -0.0, length=8, dtype=dtype)
-    assert_same_bits(fake_quantize_fp8(tensor), expected)
+    assert_same_bits(in_fp8(tensor), expected)
     # Twice the numbers have twice the scale.
-    assert_same_bits(fake_quantize_fp8(2 * tensor), 2 * expected)
+    assert_same_bits(in_fp8(2 * tensor), 2 * expected)
 
 
 def test_blocks_of_fp8_are_rows_of_activations_and_squares_of_weights():
     tensor = torch.full((130, 130), 1.0625)
     tensor[0, 0], tensor[129, 129] = 448.0, 4.48
     # Where 448 is the largest number, 1.0625 is a tie that goes to 1.
-    assert (fake_quantize_fp8(tensor) == 1).sum() == 130 * 130 - 2
-    ones = fake_quantize_fp8_block(tensor) == 1
+    assert (in_fp8(tensor) == 1).sum() == 130 * 130 - 2
+    ones = in_fp8_block(tensor) == 1
     assert (ones.sum(), ones[0, 1:128].sum()) == (127, 127)
-    ones = fake_quantize_fp8_block(tensor, is_weight=True) == 1
+    ones = in_fp8_block(tensor, is_weight=True) == 1
     assert (ones.sum(), ones[:128, :128].sum()) == (128 * 128 - 1, 128 * 128 - 1)
-    each = fake_quantize_fp8(torch.stack([tensor, tensor[1:, 1:].new_full((130, 130), 1.0625)]), of_each_matrix=True)
-    assert torch.equal(each[0], fake_quantize_fp8(tensor))
+    each = in_fp8(torch.stack([tensor, tensor[1:, 1:].new_full((130, 130), 1.0625)]), of_each_matrix=True)
+    assert torch.equal(each[0], in_fp8(tensor))
     torch.testing.assert_close(each[1], torch.full((130, 130), 1.0625))
 
 
 def test_a_larger_value_elsewhere_in_the_tensor_changes_only_the_scales_of_nvfp4():
     tensor = torch.stack([block(1.0, 0.3), block(1e5)])
-    assert torch.equal(fake_quantize_mxfp4(tensor)[0], fake_quantize_mxfp4(tensor[0]))
-    assert not torch.equal(fake_quantize_nvfp4(tensor)[0], fake_quantize_nvfp4(tensor[0]))
+    assert torch.equal(in_mxfp4(tensor)[0], in_mxfp4(tensor[0]))
+    assert not torch.equal(in_nvfp4(tensor)[0], in_nvfp4(tensor[0]))
 
 
 @pytest.mark.parametrize("number_format", ALL_FORMATS)
@@ -290,15 +289,15 @@ def test_the_largest_and_the_smallest_numbers_stay_finite(dtype, number_format):
 def test_numbers_that_are_not_finite_are_never_hidden(value):
     tensor = random_tensor(2, 64)
     tensor[0, 3:6] = torch.tensor([value, 2.0**125, 2.0**124])
-    mxfp4, nvfp4 = fake_quantize_mxfp4(tensor), fake_quantize_nvfp4(tensor)
+    mxfp4, nvfp4 = in_mxfp4(tensor), in_nvfp4(tensor)
     assert nvfp4.isnan().all()
     if np.isnan(value):
         assert mxfp4[0, :32].isnan().all()
     else:
         # scale 2^126: half of it is the least element, a quarter is a tie that goes to 0
         assert torch.equal(mxfp4[0, :32], block(0, 0, 0, value, 2.0**125))
-    assert_same_bits(mxfp4[1], fake_quantize_mxfp4(tensor[1]))
-    assert_same_bits(mxfp4[0, 32:], fake_quantize_mxfp4(tensor[0, 32:]))
+    assert_same_bits(mxfp4[1], in_mxfp4(tensor[1]))
+    assert_same_bits(mxfp4[0, 32:], in_mxfp4(tensor[0, 32:]))
 
 
 # Formats: independent references
@@ -345,14 +344,14 @@ def test_mxfp4_is_bit_for_bit_what_ml_dtypes_gives_at_every_scale(dtype, exponen
     for tensor in tensors_of_many_scales(dtype, *exponents):
         expected = torch.from_numpy(mxfp4_reference(tensor.float().numpy()))
         assert torch.equal(expected.to(dtype).double(), expected)  # exact in the dtype
-        assert_same_bits(fake_quantize_mxfp4(tensor), expected.to(dtype))
+        assert_same_bits(in_mxfp4(tensor), expected.to(dtype))
 
 
 @pytest.mark.parametrize(("dtype", "exponents"), NVFP4_EXPONENTS)
 def test_nvfp4_is_bit_for_bit_what_ml_dtypes_gives_down_to_its_smallest_tensor_scale(dtype, exponents):
     for tensor in tensors_of_many_scales(dtype, *exponents):
         expected = torch.from_numpy(nvfp4_reference(tensor.float().numpy())).to(dtype)
-        assert_same_bits(fake_quantize_nvfp4(tensor), expected)
+        assert_same_bits(in_nvfp4(tensor), expected)
 
 
 def fp8_reference(values, size, rows=1):
@@ -372,9 +371,9 @@ def fp8_reference(values, size, rows=1):
 def test_fp8_is_bit_for_bit_what_ml_dtypes_gives(shape, exponent):
     tensor = random_tensor(*shape) * torch.logspace(-6, 3, shape[1]) * 2.0**exponent
     for found, expected in (
-        (fake_quantize_fp8(tensor), fp8_reference(tensor.numpy(), shape[1], shape[0])),
-        (fake_quantize_fp8_block(tensor), fp8_reference(tensor.numpy(), 128)),
-        (fake_quantize_fp8_block(tensor, is_weight=True), fp8_reference(tensor.numpy(), 128, 128)),
+        (in_fp8(tensor), fp8_reference(tensor.numpy(), shape[1], shape[0])),
+        (in_fp8_block(tensor), fp8_reference(tensor.numpy(), 128)),
+        (in_fp8_block(tensor, is_weight=True), fp8_reference(tensor.numpy(), 128, 128)),
     ):
         assert_same_bits(found, torch.from_numpy(expected))
 
@@ -383,9 +382,9 @@ def test_fp8_is_bit_for_bit_what_ml_dtypes_gives(shape, exponent):
 def test_a_number_that_is_not_finite_makes_its_scale_nan(value):
     tensor = random_tensor(130, 130)
     tensor[0, 0] = value
-    assert fake_quantize_fp8(tensor).isnan().all()
-    assert fake_quantize_fp8_block(tensor).isnan().sum() == 128
-    assert fake_quantize_fp8_block(tensor, is_weight=True).isnan().sum() == 128 * 128
+    assert in_fp8(tensor).isnan().all()
+    assert in_fp8_block(tensor).isnan().sum() == 128
+    assert in_fp8_block(tensor, is_weight=True).isnan().sum() == 128 * 128
 
 
 @pytest.mark.parametrize("number_format", FORMATS)
@@ -402,9 +401,9 @@ def test_formats_are_bit_for_bit_those_of_torchao(key, number_format):
 @given(finite_blocks)
 def test_mxfp4_is_idempotent_odd_and_within_its_spacing(values):
     tensor = torch.from_numpy(values)
-    quantized = fake_quantize_mxfp4(tensor)
-    assert_same_bits(fake_quantize_mxfp4(quantized), quantized)
-    assert_same_bits(fake_quantize_mxfp4(-tensor), -quantized)
+    quantized = in_mxfp4(tensor)
+    assert_same_bits(in_mxfp4(quantized), quantized)
+    assert_same_bits(in_mxfp4(-tensor), -quantized)
     # Saturation loses less than a quarter (8 -> 6), rounding at most a fifth (5 -> 4) or half of the spacing 0.5
     exact, largest = tensor.double(), tensor.double().abs().amax(-1, keepdim=True)
     scale = (largest / 4).clamp_min(2.0**-127)
@@ -416,15 +415,15 @@ def test_mxfp4_is_idempotent_odd_and_within_its_spacing(values):
 def test_mxfp4_scales_with_powers_of_two(values, exponent):
     tensor = torch.from_numpy(values)
     tensor = torch.where(tensor.abs() < 2.0**-80, torch.zeros_like(tensor), tensor)
-    assert torch.equal(fake_quantize_mxfp4(tensor * 2.0**exponent), fake_quantize_mxfp4(tensor) * 2.0**exponent)
+    assert torch.equal(in_mxfp4(tensor * 2.0**exponent), in_mxfp4(tensor) * 2.0**exponent)
 
 
 @settings(deadline=None)
 @given(finite_blocks)
 def test_nvfp4_is_odd_within_its_spacing_and_almost_idempotent(values):
     tensor = torch.from_numpy(values)
-    quantized = fake_quantize_nvfp4(tensor)
-    assert_same_bits(fake_quantize_nvfp4(-tensor), -quantized)
+    quantized = in_nvfp4(tensor)
+    assert_same_bits(in_nvfp4(-tensor), -quantized)
     # E4M3 moves a block's scale by at most 1/16, so saturation loses at most 1/17, less than rounding (5 -> 4). float32
     # arithmetic adds a few of its own roundings, absolute ones where numbers are subnormal.
     exact = tensor.double()
@@ -434,7 +433,7 @@ def test_nvfp4_is_odd_within_its_spacing_and_almost_idempotent(values):
     bound = torch.maximum(exact.abs() / 5, scale / 4) * (1 + 2.0**-20) + 2.0**-147
     assert ((quantized.double() - exact).abs() <= bound).all()
     # The tensor's scale is found again but for float32 rounding; each element keeps its code.
-    again = fake_quantize_nvfp4(quantized)
+    again = in_nvfp4(quantized)
     torch.testing.assert_close(again, quantized, rtol=2.0**-20, atol=2.0**-147)
 
 
@@ -460,20 +459,20 @@ def test_layout_does_not_matter_and_the_input_is_kept(number_format):
 
 def test_a_last_block_with_fewer_elements_has_a_scale_of_its_own():
     # 0.07 is 4.48 times 2^-6; in the scale of its neighbours, 1, it would be 0.
-    found = fake_quantize_mxfp4(torch.tensor([6.0] * 32 + [0.07]))
+    found = in_mxfp4(torch.tensor([6.0] * 32 + [0.07]))
     assert found.tolist() == [6.0] * 32 + [0.0625]
     # 0.5 / 6 is 37.3 times the scale of the tensor, 6 / 2688, and 36 is the nearest number of E4M3.
-    found = fake_quantize_nvfp4(torch.tensor([6.0] * 16 + [0.5]))
+    found = in_nvfp4(torch.tensor([6.0] * 16 + [0.5]))
     assert found.tolist() == pytest.approx([6.0] * 16 + [6 * 36 * 6 / 2688], rel=1e-6)
     with pytest.raises(ModelError, match="MXFP4 quantization of a tensor without dimensions"):
-        fake_quantize_mxfp4(torch.ones(()))
+        in_mxfp4(torch.ones(()))
 
 
 def test_unknown_formats_and_dtypes_are_refused():
     with pytest.raises(ConfigError, match="unknown number format 'fp4', expected one of mxfp4, nvfp4, fp8, fp8_block"):
         fake_quantize(torch.ones(32), "fp4")
     with pytest.raises(ModelError, match=r"torch\.float64, expected one of torch\.float32"):
-        fake_quantize_mxfp4(torch.ones(32, dtype=torch.float64))
+        in_mxfp4(torch.ones(32, dtype=torch.float64))
 
 
 # Straight-through gradients

@@ -63,6 +63,8 @@ def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
             raise ModelError(f"{name}: {part.error.kind} is not supported on vLLM; {advice}")
         if part is not None and engine.out_of_reach:
             raise ModelError(f"{name}: noise does not reach {', '.join(engine.out_of_reach[:3])}; {advice}")
+    if noise.cache_noise_in(noise.phase) is not None:
+        raise ModelError(f"{name}: rounding of keys and values (kv_cache) cannot be proven on vLLM; {advice}")
     if modules is not None:
         engine.select(modules.modules, modules.exclude)
     for fault in noise.faults:
@@ -205,7 +207,7 @@ class EngineSites(ModelSites):
         """See `ModelSites`. All prompts are read first, mostly in one forward; rows may differ in their numbers."""
         return number > 0
 
-    def observation(self, phase: Phase, *, rounds: bool) -> _CountedPasses:
+    def observation(self, phase: Phase, *, rounds: bool, rounds_cache: bool) -> _CountedPasses:
         """See `ModelSites`."""
         return _CountedPasses()
 

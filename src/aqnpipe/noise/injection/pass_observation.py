@@ -25,13 +25,15 @@ class PassObservation:
     """Observes the passes of one phase on one model. `columns` are of the present pass, for the receipt.
 
     `rounds`: the requested noise may round results, so that their rounding says nothing about the number format.
+    `rounds_cache`: it rounds keys and values.
     """
 
-    def __init__(self, model: nn.Module, phase: Phase, *, rounds: bool) -> None:
+    def __init__(self, model: nn.Module, phase: Phase, *, rounds: bool, rounds_cache: bool = False) -> None:
         self.columns: dict[str, Any] = {"noised_parts": 0}
         self._phase = phase
         self._model = model
         self._rounds = rounds
+        self._rounds_cache = rounds_cache
         self._rated: list[nn.Module] | None = None
         self._number = -1
         self._num_format = ""
@@ -72,7 +74,7 @@ class PassObservation:
         if not computed:
             return
         keys = next((key for layer in self._cache.layers for key in _keys(layer)), None) if self._cache else None
-        sampled = (("a cache", keys), ("logits", getattr(output, "logits", None)))
+        sampled = (("a cache", None if self._rounds_cache else keys), ("logits", getattr(output, "logits", None)))
         for what, tensor in sampled if self._number % _SAMPLED_EVERY < 2 else ():
             if isinstance(tensor, Tensor) and _spacing(found := self._format_of(tensor)) > _spacing(computed):
                 others.append(f"{what} of {found}")

@@ -2,6 +2,7 @@
 
 - `Machine` puts operator noise on results, in the kernels of torch; see `aqnpipe.machine`.
 - `ModuleErrors` puts module noise and AQN's noise on hidden states on whole modules, by hooks.
+- `_rounded` rounds the keys and values that attention reads from a cache, and `CacheAudit` verifies all of them.
 - `FaultInjection` applies the simulated faults to the outputs of their sites, after all noise, in every phase.
 - `Audit` observes drawn passes from above the kernels, recomputes results, and compares; see `aqnpipe.proof`.
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import (
+    CacheFormat,
     FakeQuantization,
     MantissaTruncation,
     ModuleNoise,
@@ -32,6 +34,7 @@ from aqnpipe.config.noise import (
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.modules import ModuleError, ModuleErrors
+from aqnpipe.models.caches import Update, put_in_front
 from aqnpipe.models.layout import layer_of, refuse_norms_without_weight
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Position
@@ -41,8 +44,11 @@ from aqnpipe.noise.injection.hooks import on_input, on_output
 from aqnpipe.noise.injection.measurements import PhaseMeasurements
 from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES, audit_request, hidden_stream
 from aqnpipe.noise.injection.sites import ModelSites
+from aqnpipe.noise.kernels.quantization import round_as_cached
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.table import CACHE
 from aqnpipe.proof.audit import Audit
+from aqnpipe.proof.kv_cache import CacheAudit
 
 ACTIVE_KEY = "_aqnpipe_noise_key"
 """Attribute of a model that holds the key of its present phase."""
@@ -82,7 +88,11 @@ def phase_noise(
         sites, spec, phase, key, recorder, faults, backward=backward, hidden_sigmas=hidden_sigmas or {}
     )
     recorder.note_installed(
-        phase, operator_noise=spec.operator_noise, module_noise=spec.module_noise, faults=spec.faults
+        phase,
+        operator_noise=spec.operator_noise,
+        module_noise=spec.module_noise,
+        kv_cache=spec.kv_cache,
+        faults=spec.faults,
     )
     with ExitStack() as stack:
         running.install(stack)
@@ -155,9 +165,11 @@ class _RunningPhase:
             self._measurements.note_module,
             self._machine.exactly,
         )
+        self._cache_noise = spec.cache_noise_in(phase)
+        self._requested_cache = recorder.requested.cache_noise_in(phase)
         self._connect_audit()
         rounds = any(part is not None and isinstance(part.error, _MAY_ROUND) for part in (noise, modules))
-        self._observation = sites.observation(phase, rounds=rounds)
+        self._observation = sites.observation(phase, rounds=rounds, rounds_cache=self._cache_noise is not None)
 
     def _refuse_unfitting(self, noise: OperatorNoise) -> None:
         """Raise ModelError for layers that the model does not have, and for norms that no parity measures.
@@ -222,6 +234,13 @@ class _RunningPhase:
             if self._expects_backward and torch.is_grad_enabled():
                 note = PlaceHook(partial(self._note_gradient, part))
                 keep(module.register_forward_pre_hook(note, with_kwargs=True))
+        if self._cache_noise is not None:
+            keep(*put_in_front(self._layers, partial(_rounded, self._cache_noise.format)))
+        if self._requested_cache is not None:
+            # Nearer to attention than what rounds.
+            note_cache = partial(self.recorder.add, self.phase, operator=CACHE)
+            audit = CacheAudit(self._requested_cache.format, self._measurements.receipt.draws, note_cache)
+            keep(*put_in_front(self._layers, audit.compared))
         self._module_errors.start()
         stack.callback(self._module_errors.close)
         for ordinal, module in enumerate(self._modules.values()):
@@ -278,3 +297,9 @@ class _RunningPhase:
     def noised_hidden(self, layer: int, sigma: float, hidden: Tensor) -> Tensor:
         """Return a decoder layer's hidden states with AQN's relative noise; gradients pass straight through."""
         return self._module_errors.put(layer, hidden)
+
+
+def _rounded(
+    number_format: CacheFormat, layer: int, keys: Tensor, values: Tensor, update: Update
+) -> tuple[Tensor, Tensor]:
+    return update(round_as_cached(keys, number_format), round_as_cached(values, number_format))

@@ -87,9 +87,9 @@ class ModelSites:
         """Return whether pass `number` of a phase, with these arguments, reads one token of each row."""
         return num_tokens(args, kwargs) == 1
 
-    def observation(self, phase: Phase, *, rounds: bool) -> Any:
+    def observation(self, phase: Phase, *, rounds: bool, rounds_cache: bool) -> Any:
         """Return what observes the passes of a phase; see `PassObservation`."""
-        return PassObservation(self.model, phase, rounds=rounds)
+        return PassObservation(self.model, phase, rounds=rounds, rounds_cache=rounds_cache)
 
     def passes(self, enter: Any, leave: Any) -> list[Any]:
         """Call `enter` before and `leave` behind each pass; return the handles."""

@@ -1,4 +1,4 @@
-"""Deterministic number-format errors: mantissa truncation, and fake quantization to MXFP4, NVFP4 and FP8.
+"""Deterministic number-format errors: mantissa truncation, fake quantization to MXFP4, NVFP4 and FP8, caches.
 
 Pure tensor functions of float32, bfloat16 and float16 (truncation: float64 too). They return values of the number
 format in the dtype of their input. Their gradient ignores the rounding (straight-through). They compute in float32 with
@@ -10,13 +10,14 @@ layer contracts, shares one scale; FP8 has one for the whole tensor, or for bloc
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aqnpipe.config.noise import NumberFormat
+from aqnpipe.config.noise import CacheFormat, NumberFormat
 from aqnpipe.errors import ConfigError, ModelError
 
 MANTISSA_BITS: dict[torch.dtype, int] = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
@@ -25,6 +26,7 @@ MANTISSA_BITS: dict[torch.dtype, int] = {torch.float64: 52, torch.float32: 23, t
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_MIN_NORMAL = 2.0**-6
+INT8_MAX = 127.0
 MXFP4_BLOCK_SIZE = 32
 NVFP4_BLOCK_SIZE = 16
 FP8_BLOCK_SIZE = 128
@@ -39,6 +41,7 @@ _MXFP4_MAX_SCALE = 2.0**126
 # Smallest tensor scale of NVFP4 whose reciprocal, divided by the smallest block scale (2^-6), is still finite.
 _MIN_TENSOR_SCALE = 2.0**-121
 _MIN_FP8_SCALE = 2.0**-126
+_MIN_INT8_SCALE = 1e-6
 
 
 def truncate_mantissa_(tensor: Tensor, mantissa_bits: int) -> Tensor:
@@ -74,68 +77,51 @@ def round_to_e2m1(values: Tensor) -> Tensor:
     return values.clamp(-E2M1_MAX, E2M1_MAX).div_(spacing).round_().mul_(spacing)
 
 
-def fake_quantize_mxfp4(tensor: Tensor, block_size: int = MXFP4_BLOCK_SIZE) -> Tensor:
-    """Round to MXFP4 and back: E2M1 elements, blocks of 32 with a shared power-of-two scale. Straight-through gradient.
-
-    The scale is 2^(floor(log2(max|x|)) - 2), at least 2^-127 (E8M0's smallest), so elements beyond 6 scales saturate
-    (OCP Microscaling Formats v1.0, section 6.3). Blocks of zeros stay zeros with their signs. A NaN makes its block
-    NaN; an infinity stays and gives its block the scale 2^126. Every result is exact in the dtype.
-    A last block with fewer elements has a scale of its own. Raises ModelError if the dtype is not supported.
-    """
-    return _StraightThrough.apply(tensor, _to_mxfp4, "MXFP4", block_size)
-
-
-def fake_quantize_nvfp4(tensor: Tensor, block_size: int = NVFP4_BLOCK_SIZE, *, of_each_matrix: bool = False) -> Tensor:
-    """Round to NVFP4 and back: E2M1 elements, blocks of 16 with an E4M3 scale, a float32 scale for the whole tensor.
-
-    `of_each_matrix`: each matrix of a batch [..., rows, columns] is a tensor with a scale of its own.
-
-    The tensor's scale is max|tensor| / (448 * 6), so it depends on the whole tensor of this call; a block's scale is
-    max|block| / 6 in units of that, rounded to E4M3 and at least 2^-6 (its smallest normal number). The gradient passes
-    straight through. A tensor of zeros stays zeros; a NaN or an infinity anywhere makes all of the tensor NaN.
-    A last block with fewer elements has a scale of its own. Raises ModelError if the dtype is not supported.
-    """
-    return _StraightThrough.apply(tensor, _to_nvfp4_each if of_each_matrix else _to_nvfp4, "NVFP4", block_size)
-
-
-def fake_quantize_fp8(tensor: Tensor, *, of_each_matrix: bool = False) -> Tensor:
-    """Round to FP8 and back: E4M3 elements, a float32 scale for the whole tensor, max|tensor| / 448.
-
-    `of_each_matrix`: each matrix of a batch [..., rows, columns] is a tensor with a scale of its own. The scale is at
-    least 2^-126. Zeros keep their signs; a NaN or an infinity anywhere makes all of the tensor NaN. In a 16-bit dtype
-    the product with the scale is rounded to that dtype. Straight-through gradient; ModelError for other dtypes.
-    """
-    return _StraightThrough.apply(tensor, _to_fp8_each if of_each_matrix else _to_fp8, "FP8", 1)
-
-
-def fake_quantize_fp8_block(tensor: Tensor, *, is_weight: bool = False) -> Tensor:
-    """Round to FP8 and back with a scale for every 128 neighbours along the last dimension; as `fake_quantize_fp8`.
-
-    `is_weight`: a scale for every 128 x 128 elements of a matrix, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
-    """
-    return _StraightThrough.apply(tensor, _to_fp8_tiles if is_weight else _to_fp8_blocks, "FP8", FP8_BLOCK_SIZE)
-
-
 def fake_quantize(
     tensor: Tensor, number_format: NumberFormat, *, of_each_matrix: bool = False, is_weight: bool = False
 ) -> Tensor:
-    """Round to `number_format` and back, with its standard block size; see the function of that format.
+    """Round to `number_format` and back, in blocks along the last dimension. Straight-through gradient.
 
-    `of_each_matrix`: what the format has once per tensor, each matrix of a batch has. `is_weight`: the blocks are those
-    of a weight, where the format has others for it.
+    `of_each_matrix`: what the format has once per tensor, each matrix of a batch [..., rows, columns] has. `is_weight`:
+    the blocks are those of a weight, where the format has others for it. A last block with fewer elements has a scale
+    of its own. Zeros keep their signs. Raises ModelError if the dtype is not supported.
+
+    - mxfp4: E2M1 elements, blocks of 32 with a shared power-of-two scale, 2^(floor(log2(max|x|)) - 2), at least 2^-127
+      (E8M0's smallest), so elements beyond 6 scales saturate (OCP Microscaling Formats v1.0, section 6.3). A NaN makes
+      its block NaN; an infinity stays and gives its block the scale 2^126. Every result is exact in the dtype.
+    - nvfp4: E2M1 elements, blocks of 16 with an E4M3 scale, a float32 scale for the whole tensor, max|tensor| / (448 *
+      6), so it depends on the whole tensor of this call; a block's scale is max|block| / 6 in units of that, rounded to
+      E4M3 and at least 2^-6 (its smallest normal number). A NaN or an infinity anywhere makes all of the tensor NaN.
+    - fp8: E4M3 elements, a float32 scale for the whole tensor, max|tensor| / 448, at least 2^-126. A NaN or an infinity
+      anywhere makes all of the tensor NaN. In a 16-bit dtype the product with the scale is rounded to that dtype.
+    - fp8_block: as fp8, with a scale for every 128 neighbours along the last dimension, and for every 128 x 128
+      elements of a weight, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
     """
+    of_whole = (-3, -2, -1) if of_each_matrix else ()
     match number_format:
         case "mxfp4":
-            return fake_quantize_mxfp4(tensor)
+            return _StraightThrough.apply(tensor, _to_mxfp4, "MXFP4", MXFP4_BLOCK_SIZE)
         case "nvfp4":
-            return fake_quantize_nvfp4(tensor, of_each_matrix=of_each_matrix)
+            return _StraightThrough.apply(tensor, partial(_to_nvfp4, dim=of_whole), "NVFP4", NVFP4_BLOCK_SIZE)
         case "fp8":
-            return fake_quantize_fp8(tensor, of_each_matrix=of_each_matrix)
+            return _StraightThrough.apply(tensor, partial(_to_fp8, dim=of_whole), "FP8", 1)
         case "fp8_block":
-            return fake_quantize_fp8_block(tensor, is_weight=is_weight)
+            round_blocks = _to_fp8_tiles if is_weight else partial(_to_fp8, dim=(-1,))
+            return _StraightThrough.apply(tensor, round_blocks, "FP8", FP8_BLOCK_SIZE)
         case _:
             expected = ", ".join(get_args(NumberFormat))
             raise ConfigError(f"unknown number format {number_format!r}, expected one of {expected}")
+
+
+def round_as_cached(tensor: Tensor, number_format: CacheFormat) -> Tensor:
+    """Round keys or values [..., tokens, channels] to the format of a cache and back. Straight-through gradient.
+
+    fp8: E4M3 with scale 1, beyond 448 to 448; every result is exact in the dtype. int8: round(x / scale), ties away
+    from 0, with a float32 scale for the channels of each token and head, max|x| / 127 and at least 1e-6; in a 16-bit
+    dtype the product with the scale is rounded to that dtype. NaN stay, and make their int8 channels NaN. ModelError
+    for other dtypes.
+    """
+    return _StraightThrough.apply(tensor, _CACHED[number_format], f"{number_format} cache", tensor.shape[-1])
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -168,12 +154,8 @@ def _to_mxfp4(blocks: Tensor) -> Tensor:
     return round_to_e2m1(blocks * scale.reciprocal()).mul_(scale)
 
 
-def _to_nvfp4_each(blocks: Tensor) -> Tensor:
-    """Round blocks [..., rows, blocks of a row, size] with a scale for each matrix."""
-    return _to_nvfp4(blocks, dim=(-3, -2, -1))
-
-
-def _to_nvfp4(blocks: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
+def _to_nvfp4(blocks: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """Round blocks [..., rows, blocks of a row, size]; `dim`: the dimensions that share the scale of a tensor."""
     block_max = blocks.abs().amax(-1, keepdim=True)
     tensor_scale = _divided(block_max.amax(dim, keepdim=True), E4M3_MAX * E2M1_MAX).clamp_min(_MIN_TENSOR_SCALE)
     block_scale = (_divided(block_max, E2M1_MAX) / tensor_scale).clamp(E4M3_MIN_NORMAL, E4M3_MAX)
@@ -181,15 +163,6 @@ def _to_nvfp4(blocks: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
     # Products with the reciprocal, in this order, as in NVIDIA's kernels and torchao.
     elements = round_to_e2m1(blocks * (tensor_scale.reciprocal() / block_scale))
     return elements.mul_(tensor_scale * block_scale)
-
-
-def _to_fp8_each(blocks: Tensor) -> Tensor:
-    """Round blocks [..., rows, blocks of a row, size] with a scale for each matrix."""
-    return _to_fp8(blocks, dim=(-3, -2, -1))
-
-
-def _to_fp8_blocks(blocks: Tensor) -> Tensor:
-    return _to_fp8(blocks, dim=(-1,))
 
 
 def _to_fp8_tiles(blocks: Tensor) -> Tensor:
@@ -200,11 +173,27 @@ def _to_fp8_tiles(blocks: Tensor) -> Tensor:
     return _to_fp8(tiles, dim=(-3, -1)).flatten(-4, -3)[..., :rows, :, :]
 
 
-def _to_fp8(blocks: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
+def _to_fp8(blocks: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """Round blocks [..., rows, blocks of a row, size]; `dim`: the dimensions that share a scale."""
     scale = _divided(blocks.abs().amax(dim, keepdim=True), E4M3_MAX).clamp_min(_MIN_FP8_SCALE)
     # Beyond 448 by a rounding of the scale, float8_e4m3fn would be NaN.
     elements = (blocks * scale.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX)
     return elements.to(torch.float8_e4m3fn).float().mul_(scale)
+
+
+def _to_cached_fp8(blocks: Tensor) -> Tensor:
+    return blocks.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _to_cached_int8(blocks: Tensor) -> Tensor:
+    """Round the channels of each token and head as vLLM's kernel for int8_per_token_head."""
+    scale = _divided(blocks.abs().amax(-1, keepdim=True), INT8_MAX).clamp_min(_MIN_INT8_SCALE)
+    scaled = blocks * scale.reciprocal()
+    stored = (scaled + scaled.sign() * 0.5).clamp_(-INT8_MAX - 1, INT8_MAX).to(torch.int8)
+    return stored.float().mul_(scale)
+
+
+_CACHED: dict[CacheFormat, Callable[[Tensor], Tensor]] = {"fp8": _to_cached_fp8, "int8": _to_cached_int8}
 
 
 def _power_of_two_below(magnitudes: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
-from aqnpipe.config.noise import ModuleNoise, OperatorNoise
+from aqnpipe.config.noise import NoiseSpec
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import ReceiptModel
 
@@ -24,13 +24,13 @@ class EvaluationPass(ReceiptModel):
         requested = self.receipt.requested_scale("evaluation")
         if self.noise_level < 1:
             return [f"the receipt requested scale {requested:g}"] if requested != self.noise_level else []
-        noises = (self.receipt.operator_noise, self.receipt.module_noise)
+        noises = (self.receipt.operator_noise, self.receipt.module_noise, self.receipt.kv_cache)
         has_noise = any(noise is not None and "evaluation" in noise.phases for noise in noises)
         return [] if has_noise else ["the receipt requested no noise"]
 
-    def differences(self, wanted: tuple[OperatorNoise | None, ModuleNoise | None]) -> list[str]:
-        """Return where the noise that the receipt is about differs from `wanted`, on operators and on modules."""
-        if (self.receipt.operator_noise, self.receipt.module_noise) == wanted:
+    def differences(self, wanted: NoiseSpec) -> list[str]:
+        """Return where the noise that the receipt is about differs from `wanted`; faults are compared elsewhere."""
+        if self.receipt.has_noise_of(wanted):
             return []
         return [f"{_named(self.noise_level, self.noise_seed)}: the receipt is of other noise"]
 

@@ -1,6 +1,7 @@
 """Receipts: the requested noise, the measured noise, and a check that refuses every mismatch between the two.
 
-The checks are in four modules: `passes`, `operator_checks` (operators and modules), `fault_checks` and `aqn_checks`.
+The checks are in five modules: `passes`, `operator_checks` (operators and modules), `cache_checks`, `fault_checks` and
+`aqn_checks`.
 """
 
 from typing import Self
@@ -8,6 +9,7 @@ from typing import Self
 from aqnpipe.config.noise import requested_size
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.receipts.aqn_checks import aqn_problems
+from aqnpipe.noise.receipts.cache_checks import cache_problems
 from aqnpipe.noise.receipts.fault_checks import fault_problems
 from aqnpipe.noise.receipts.operator_checks import operator_problems
 from aqnpipe.noise.receipts.passes import pass_problems
@@ -43,6 +45,7 @@ class Receipt(Shown, ReceiptContent):
             *pass_problems(self, steps),
             *operator_problems(self, has_ended=steps_done is None, is_share=is_share),
             *aqn_problems(self, steps),
+            *cache_problems(self, has_ended=steps_done is None),
             *fault_problems(self),
         ]
 
@@ -53,6 +56,8 @@ class Receipt(Shown, ReceiptContent):
             f"requested     {noise.error.kind} {requested_size(noise.error):g} in {', '.join(noise.phases)}"
             for noise in noises
         ]
+        cache = self.kv_cache
+        lines += [f"requested     {cache.format} cache in {', '.join(cache.phases)}"] if cache else []
         lines += [f"requested     AQN on {self.aqn.targets}"] if self.aqn else []
         lines += [f"requested     fault {fault.type} in layer {fault.layer}" for fault in self.faults]
         for row in self.phases:

@@ -7,8 +7,18 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from aqnpipe.config.noise import AdaptiveNoise, Fault, ModuleNoise, OperatorNoise, Phase, requested_size
-from aqnpipe.noise.receipts.table import AQN, Row, TablePhase
+from aqnpipe.config.arm import Arm
+from aqnpipe.config.noise import (
+    AdaptiveNoise,
+    CacheNoise,
+    Fault,
+    ModuleNoise,
+    NoiseSpec,
+    OperatorNoise,
+    Phase,
+    requested_size,
+)
+from aqnpipe.noise.receipts.table import AQN, CACHE, Row, TablePhase
 
 
 class ReceiptModel(BaseModel):
@@ -66,7 +76,7 @@ class RecorderState(ReceiptModel):
         """A row per phase, in the order of first appearance: all of its rows added up."""
         phases: dict[TablePhase, Row] = {}
         for row in self.rows:
-            if row.operator != AQN and row.fault < 0:
+            if row.operator not in (AQN, CACHE) and row.fault < 0:
                 phases.setdefault(row.phase, Row(row.phase)).include([row])
         return tuple(phases.values())
 
@@ -89,12 +99,18 @@ class RecorderState(ReceiptModel):
         return tuple(sorted(flows, key=lambda row: row.fault))
 
     @property
+    def cache_cells(self) -> tuple[Row, ...]:
+        """The rows of keys and values in a cache."""
+        return tuple(row for row in self.rows if row.operator == CACHE)
+
+    @property
     def weight_cells(self) -> tuple[Row, ...]:
         """The rows of AQN's noise."""
         return tuple(row for row in self.rows if row.operator == AQN)
 
 
 _MEASURED = tuple(RecorderState.model_fields)
+_NOISES = ("operator_noise", "module_noise", "kv_cache")
 
 
 class ReceiptContent(RecorderState):
@@ -102,6 +118,7 @@ class ReceiptContent(RecorderState):
 
     operator_noise: OperatorNoise | None
     module_noise: ModuleNoise | None = None
+    kv_cache: CacheNoise | None = Field(default=None, exclude_if=lambda noise: noise is None)
     aqn: AdaptiveNoise | None = None
     faults: tuple[Fault, ...] = Field(default=(), description="requested simulated faults of the machine")
     expected_phases: tuple[Phase, ...] = Field(description="phases that must have run")
@@ -123,6 +140,10 @@ class ReceiptContent(RecorderState):
     num_workers: int = Field(
         default=1, description="data-parallel workers whose measurements are summed in this receipt"
     )
+
+    def has_noise_of(self, wanted: Arm | NoiseSpec) -> bool:
+        """Return whether the request is that of `wanted` on operators, modules and the cache."""
+        return all(getattr(self, name) == getattr(wanted, name) for name in _NOISES)
 
     def with_measured(self, found: RecorderState) -> Self:
         """Return the receipt of the same request with other measurements."""

@@ -34,6 +34,9 @@ class Place(NamedTuple):
 AQN = "AQN"
 """The operator of rows about AQN's noise, which is on weights or hidden states."""
 
+CACHE = "kv_cache"
+"""The operator of rows about keys and values that attention reads back from a cache."""
+
 _FAULT = "fault "
 _FIXED = ("error", "num_channels", "num_faulty_channels")
 """Columns that have one value in all rows of a place."""
@@ -77,6 +80,9 @@ class Row:
       (faults on one site share this count), and `leaked` ones, which the fault changed and which passed nevertheless.
     - AQN: squares of added noise / scheduled sigma, `drawn_squares` before it is rounded to the tensor's number format,
       and the expected sum after rounding with its variance. The phase is rollout, or actor_forward.
+    - Cache, whose operator is `kv_cache`: `calls` of attention; keys and values of one token and head are an element:
+      `recomputed` new ones, `elements` read, of which `wrong` are no rounded ones, and `escaped` new ones, which were
+      not read. `squares` of the error, over all numbers, and `expected_squares` of the exact ones.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
