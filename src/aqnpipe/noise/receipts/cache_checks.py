@@ -35,7 +35,8 @@ def _problems(rows: Sequence[Row], passes: int) -> Iterator[str]:
     for row in rows:
         where = f"the cache of layer {row.layer}"
         if row.calls < passes:
-            yield f"{where} was verified in {row.calls} of {passes} forward passes: attention read no keys and values from it"
+            verified = f"{row.calls} of {passes} forward passes"
+            yield f"{where} was verified in {verified}: attention read no keys and values from it"
         found = [
             f"{row.wrong} of {row.elements} keys and values that attention read were not rounded" if row.wrong else "",
             f"{row.escaped} of {row.recomputed} new ones, rounded, were not read" if row.escaped else "",
