@@ -213,12 +213,13 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
         ({"chat_template.jinja": ENDLESS}, r"chat_template\.jinja: the chat template takes more than 2 s"),
         pytest.param(
             {"default": "{{ 'x' * 10**11 }}"},
-            r"config\.json: default: the chat template takes more than 4,000 MB",
+            r"config\.json: default: the chat template takes more than (4,000 MB|2 s)",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {"chat_template.jinja": "{% if messages|length > 9 %}{{ 'x' * 10**10 }}{% endif %}"},
-            r"chat_template\.jinja: the chat template takes more than 4,000 MB",
+            # To fill so much memory may take a busy machine longer than the other limit.
+            r"chat_template\.jinja: the chat template takes more than (4,000 MB|2 s)",
             id="constants are computed also where nothing uses them",
         ),
         ({"additional_chat_templates/a.jinja": ENDLESS}, r"a\.jinja: the chat template takes more than 2 s"),

@@ -142,10 +142,10 @@ def test_contradictions_are_refused(make, message):
 
 def test_an_evaluation_needs_attention_of_two_products():
     noise = EvaluationNoise.model_validate({"operator_noise": {"error": FIXED}})
-    assert noise.operators_for("eager").error == FIXED
+    assert noise.spec_for("eager").operator_noise.error == FIXED
     assert noise.is_random
     with pytest.raises(ConfigError, match="found never, the model computes attention sdpa as one operator"):
-        noise.operators_for("sdpa")
+        noise.spec_for("sdpa")
     numbered = {"operator_noise": {"error": FIXED.model_copy(update={"machine": 0})}}
     assert not EvaluationNoise.model_validate(numbered).is_random
 

@@ -53,7 +53,7 @@ def test_every_phase_is_compared_with_the_weights_that_the_optimiser_left(inputs
 )
 def test_noise_on_the_norms_outside_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch, phase, aqn):
     with_noise_in(monkeypatch, callbacks if phase == "validation" else trainer, phase)
-    message = rf"{phase}: computed with noise on the norm weights in \d of \d passes"
+    message = rf"{phase}: computed with noise on the norm weights in \d of \d forward passes"
     if phase == "reference":
         message = "the reference model has other weights than the model before training"
     with pytest.raises(ReceiptError, match=message):
