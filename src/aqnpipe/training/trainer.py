@@ -28,7 +28,7 @@ from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import adapters_off, has_adapters
 from aqnpipe.models.sharding import average_whole_gradients, shard_model, split_groups
-from aqnpipe.models.shares import is_sharded
+from aqnpipe.models.shares import is_sharded, local
 from aqnpipe.noise.aqn import noised_actor
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.seeding import derive_seed
@@ -356,9 +356,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
         """Clip the gradients of the step, after those that FSDP leaves to the workers have been averaged."""
         if self.loss_scale != 1:
             # A power of two, so that this rounds nothing.
-            torch._foreach_div_(
-                [weight.grad for weight in model.parameters() if weight.grad is not None], self.loss_scale
-            )
+            gradients = [local(weight.grad) for weight in model.parameters() if weight.grad is not None]
+            torch._foreach_div_(gradients, self.loss_scale)
         if is_sharded(self.policy):
             average_whole_gradients(self.policy)
         return super()._clip_grad_norm(model)
