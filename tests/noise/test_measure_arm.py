@@ -1,4 +1,5 @@
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
 )
 from aqnpipe.config.study import read_arms
+from aqnpipe.errors import ConfigError
 from aqnpipe.noise.measure_arm import measure_arm
 from aqnpipe.noise.receipts.receipt import Receipt
 
@@ -54,6 +56,51 @@ def test_attention_of_another_kernel_than_requested_is_reported(make_model):
     model = make_model(attn_implementation="sdpa")
     problems = measure_arm(model, Arm(description="", operator_noise=E5)).problems()
     assert any("no product of attention was noised in layers [0, 1, 2]" in problem for problem in problems)
+
+
+HIDDEN = "targets: hidden_states, "
+BY_HAND = "base_sigma: 0.05, layer_sigmas: {1: 0.075, 3: 0.1}"
+
+
+@pytest.mark.parametrize(
+    ("aqn", "expected"),
+    {
+        "sigmas by hand": (f"sigmas: {{{BY_HAND}}}", [1, 1.5, 1, 2, 1, 1, 1]),
+        "sigmas from a file": ("sigmas: by_hand.yaml", [1, 1.5, 1, 2, 1, 1, 1]),
+        "layers": ("sigmas: by_hand.yaml, target_layers: [1, 2]", [None, 1.5, 1, None, None, None, None]),
+        "norms": ("exclude: ['model.norm', '*.2.*']", [1, 1, None, 1, 1, 1, None]),
+        "training": (f"{HIDDEN}target_layers: [4], actor_forward: true", [None] * 4 + [1, None]),
+    }.values(),
+)
+def test_the_command_applies_aqn_in_the_layers_that_the_arm_names(tmp_path, aqn, expected):
+    (tmp_path / "by_hand.yaml").write_text(f"aqn: {{{BY_HAND}}}\n")
+    arms = tmp_path / "arms.yaml"
+    settings = f"{{schedule: {{kind: constant, sigma: 0.05}}, {aqn}}}"
+    arms.write_text(f"arms:\n  guided:\n    description: x\n    aqn: {settings}\n")
+    result = run("--arms", str(arms), "--arm", "guided")
+    assert result.exit_code == 0, result.output
+    phases = ("rollout", "actor_forward") if "actor_forward" in aqn else ("rollout",)
+    factors = r"AQN in (\w+) by layer, measured, times the scheduled sigma: ((?:\w+: [\d.]+,? )+)"
+    found = re.findall(factors, " ".join(result.output.split()))
+    assert tuple(phase for phase, _ in found) == phases
+    for _, line in found:
+        measured = dict(re.findall(r"(\w+): (\d+\.\d+)", line))
+        layers = [*map(str, range(6)), "outside"][: len(expected)]
+        wanted = {layer: factor for layer, factor in zip(layers, expected, strict=True) if factor is not None}
+        assert {layer: float(value) for layer, value in measured.items()} == pytest.approx(wanted, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("aqn", "message"),
+    [("target_layers: [6]", "aqn.target_layers: found layers [6]"), ("exclude: ['*.norms']", "aqn.exclude: found")],
+)
+def test_layers_and_norms_that_the_model_does_not_have_are_refused(tmp_path, aqn, message):
+    arms = tmp_path / "arms.yaml"
+    settings = f"{{schedule: {{kind: constant, sigma: 0.05}}, {aqn}}}"
+    arms.write_text(f"arms:\n  guided:\n    description: x\n    aqn: {settings}\n")
+    result = run("--arms", str(arms), "--arm", "guided")
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
 
 
 def run(*arguments):
@@ -112,20 +159,23 @@ def without_sizes(settings):
 def shipped_arms_by_mechanism():
     """The first arm of every kind of noise that the shipped arms have; arms of one kind differ in sizes and schedules.
 
-    `measure_arm` replaces every schedule of AQN by the largest sigma, so only its targets matter.
+    `measure_arm` replaces every schedule of AQN by the largest sigma, so only where its noise is matters.
     """
     arms = {}
     for name, arm in read_arms(Path("config/arms.yaml")).items():
         if arm.model == "base" and not name.startswith("E_measured"):
             noises = (arm.operator_noise, arm.module_noise)
             kinds = (without_sizes(noise.model_dump(exclude_none=True)) if noise else None for noise in noises)
-            arms.setdefault((*kinds, arm.aqn.targets if arm.aqn else None), (name, arm))
+            places = (arm.aqn.targets, arm.aqn.actor_forward, arm.aqn.target_layers is None) if arm.aqn else None
+            arms.setdefault((*kinds, places), (name, arm))
     return dict(arms.values())
 
 
 @pytest.mark.parametrize(("name", "arm"), shipped_arms_by_mechanism().items())
 def test_every_kind_of_shipped_arm_has_the_noise_it_requests(name, arm, make_model):
-    measure_arm(make_model(intermediate_size=64, num_layers=6), arm).check()
+    named = (arm.aqn.target_layers if arm.aqn else None) or ()
+    num_layers = max([6, *(layer + 1 for layer in named)])
+    measure_arm(make_model(intermediate_size=64, num_layers=num_layers), arm).check()
 
 
 def test_the_sentence_on_attention_under_fake_quantization_says_that_it_is_exact(tmp_path):

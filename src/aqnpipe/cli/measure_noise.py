@@ -171,6 +171,10 @@ def _notes(receipt: "Receipt", arm: Arm) -> list[str]:
             f"{sync.sigma_measured:.4g} over {sync.elements:,} elements; clean norm weights "
             + ("restored bit for bit" if sync.clean_sha256_before == sync.clean_sha256_after else "NOT restored")
         )
+    for phase in dict.fromkeys(cell.phase for cell in receipt.weight_cells):
+        cells = [cell for cell in receipt.weight_cells if cell.phase == phase]
+        sigmas = [f"{'outside' if cell.layer is None else cell.layer}: {cell.measured_factor:.2f}" for cell in cells]
+        lines.append(f"AQN in {phase} by layer, measured, times the scheduled sigma: {', '.join(sigmas)}")
     if arm.aqn is not None and arm.aqn.layer_sigmas_from is not None:
         lines.append(
             "AQN: in a study the sigma of each layer comes from a diagnosis; here it was the same in every layer"

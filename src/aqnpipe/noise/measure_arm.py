@@ -7,7 +7,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, NoiseSpec, Phase
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
-from aqnpipe.noise.aqn import noised_rollout, target_factors
+from aqnpipe.noise.aqn import noised_actor, noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -25,10 +25,11 @@ def measure_arm(
 ) -> Receipt:
     """Run `model` on random tokens through every phase of a training step.
 
-    AQN uses the largest sigma of its schedule, the same in every layer, because per-layer factors come from a
-    diagnosis. The receipt is not checked: call `problems()` on it.
+    AQN uses the largest sigma of its schedule. Where its factors by layer come from a diagnosis, it is the same in
+    every layer. Raises ConfigError if AQN names layers or norms that the model does not have. The receipt is not
+    checked: call `problems()` on it.
     """
-    aqn = _constant(arm.aqn) if arm.aqn else None
+    aqn = _undiagnosed(arm.aqn) if arm.aqn else None
     spec = NoiseSpec(operator_noise=arm.operator_noise, module_noise=arm.module_noise, kv_cache=arm.kv_cache, aqn=aqn)
     recorder = ReceiptRecorder(
         spec,
@@ -56,7 +57,11 @@ def measure_arm(
     for phase in phases:
         with torch.no_grad(), phase_noise(model, spec, phase, key, recorder):
             model(input_ids=tokens, use_cache=False)
-    with torch.enable_grad(), phase_noise(model, spec, "actor_forward", key, recorder, backward=True):
+    with (
+        torch.enable_grad(),
+        noised_actor(aqn, factors, recorder, sigma) as hidden_sigmas,
+        phase_noise(model, spec, "actor_forward", key, recorder, backward=True, hidden_sigmas=hidden_sigmas),
+    ):
         logits = model(input_ids=tokens, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
@@ -65,5 +70,8 @@ def measure_arm(
     return recorder.receipt()
 
 
-def _constant(aqn: AdaptiveNoise) -> AdaptiveNoise:
-    return AdaptiveNoise(schedule=ConstantSigma(sigma=max_sigma(aqn.schedule)), targets=aqn.targets)
+def _undiagnosed(aqn: AdaptiveNoise) -> AdaptiveNoise:
+    constant = ConstantSigma(sigma=max_sigma(aqn.schedule))
+    return aqn.model_copy(
+        update={"schedule": constant, "layer_sigmas_from": None, "layer_sigmas_strategy": "published"}
+    )
