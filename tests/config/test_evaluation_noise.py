@@ -105,6 +105,13 @@ def test_a_cache_on_vllm_is_refused():
         load_study(given)
 
 
+def test_a_fixed_machine_on_vllm_is_refused():
+    fixed = {"operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0.1, "redraw": "never"}}}
+    given = {**content({"x": fixed}), "generation": {"backend": "vllm"}}
+    with pytest.raises(ConfigError, match=r"vLLM can compute, not relative_gaussian with redraw: never, or"):
+        load_study(given)
+
+
 def test_comparisons_name_a_noise():
     levels = {"kind": "levels", "arm": "a", "claim": "c", "noise_level": "mlp"}
     study = load_study(content({"cut": TRUNCATED, "mlp": IN_MLP}, [levels]))

@@ -123,6 +123,11 @@ def _set(config, path, value):
         (["evaluation", "noise_levels"], [0.0, -0.1], r"evaluation\.noise_levels\.1: .*found -0\.1"),
         (["results_dir"], "../elsewhere", r"results_dir"),
         (["dataset"], {"source": "local", "path": "x"}, r"dataset\.num_train is null, expected a number"),
+        (
+            ["training", "loss_scale"],
+            1024,
+            r"study\.yaml: training\.loss_scale: found 1024, expected no value, which has an effect on .*float16 alone",
+        ),
         (["dataset", "task"], "poetry", r"study\.yaml: dataset\..*task.*found 'poetry'"),
         (
             ["arms"],
@@ -241,6 +246,27 @@ def test_a_mistake_in_an_arm_names_the_arms_file(config, tmp_path, edit, message
         load_study(config, "study.yaml")
     assert "arms.yaml: " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_loss_scale_is_of_models_in_float16(config):
+    _set(config, ["training", "loss_scale"], 1024)
+    _set(config, ["models", "base", "dtype"], "float16")
+    load_study(config, "study.yaml")
+
+
+@pytest.mark.parametrize("place", ["arm", "noise of evaluations"])
+def test_a_fixed_machine_needs_a_model_with_eager_attention(config, place):
+    if place == "arm":
+        config.update(arms=["baseline", "E5_fixed"], comparisons=[])
+    else:
+        error = {"kind": "relative_gaussian", "scale": 0.05, "redraw": "never", "machine": 3}
+        _set(config, ["evaluation", "noises"], {"fixed": {"operator_noise": {"error": error}}})
+    load_study(config, "study.yaml")
+    _set(config, ["models", "base", "attention"], "sdpa")
+    where = r"arms\.E5_fixed" if place == "arm" else r"evaluation\.noises\.fixed"
+    expected = r"\.operator_noise\.error\.redraw: found 'never', expected always, or models\.base\.attention: eager"
+    with pytest.raises(ConfigError, match=where + expected):
+        load_study(config, "study.yaml")
 
 
 def test_broken_yaml_is_one_line(tmp_path):

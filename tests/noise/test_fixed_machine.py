@@ -129,8 +129,9 @@ def test_a_product_without_operands_of_its_own_ends_in_one_line(make_model, ids)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OperatorNoise(error=FIXED, operators="all"), "error.redraw is never"),
-        (lambda: OperatorNoise(error=FIXED, attention="fused"), "expected matmul and decomposed"),
+        (lambda: OperatorNoise(error=FIXED, operators="all"), "eager attention: found operators all"),
+        (lambda: RelativeGaussian(scale=0.05, redraw="never", machine=2**70), "machine"),
+        (lambda: OperatorNoise(error=FIXED, attention="fused"), "eager attention: found attention fused"),
         (lambda: ModuleNoise(modules="minimal", error=FIXED), "a module has no operands"),
         (lambda: RelativeGaussian(scale=0.05, machine=1), "machine: found 1, which needs redraw: never"),
     ],

@@ -20,7 +20,7 @@ from aqnpipe.config.base import LARGEST_TRAINING_SEED
 from aqnpipe.config.dataset import GeneratedDataset, LmEvalDataset, PromptFormat
 from aqnpipe.config.diagnosis import NEEDS_PARITY
 from aqnpipe.config.evaluation import expected_scorer, settings_of
-from aqnpipe.config.generation import is_without_vllm, why_not_shared, why_vllm_cannot_roll_out
+from aqnpipe.config.generation import is_without_vllm, name_of, why_not_shared, why_vllm_cannot_roll_out
 from aqnpipe.config.model import ModelConfig, known_config, noised_attention, num_layers_of, source_kind
 from aqnpipe.config.noise import FakeQuantization
 from aqnpipe.config.validation_messages import one_of, shown
@@ -258,10 +258,29 @@ def _attention_of_arm(scope: Scope, given: str, arm: str) -> str | None:
     return f"{usual}: models.{role}.attention is {scope.study.models[role].attention}"
 
 
+def _redraw(scope: Scope, redraw: str, *_: str) -> str | None:
+    """A fixed machine derives its error from the operands of each product, which only eager attention has."""
+    return _redraw_on(scope, redraw, scope.used_models)
+
+
+def _redraw_of_arm(scope: Scope, redraw: str, arm: str) -> str | None:
+    return _redraw_on(scope, redraw, [scope.arms[arm].model])
+
+
+def _redraw_on(scope: Scope, redraw: str, roles: Collection[str]) -> str | None:
+    others = [role for role in roles if redraw == "never" and scope.study.models[role].attention != "eager"]
+    return f"always, or models.{others[0]}.attention: eager" if others else None
+
+
+def _scales_float16(scope: Scope, loss_scale: int) -> str | None:
+    is_used = any(model.dtype == "float16" for model in scope.used_models.values())
+    return None if is_used else "no value, which has an effect on models with dtype: float16 alone"
+
+
 def _fits_vllm(scope: Scope, error: Any, *_: str) -> str | None:
     is_other = scope.study.generation.backend == "vllm" and is_without_vllm(error)
-    kind = getattr(error, "kind", error)
-    return f"an error that vLLM can compute, not {kind}, or generation.backend: transformers" if is_other else None
+    fitting = f"an error that vLLM can compute, not {name_of(error)}, or generation.backend: transformers"
+    return fitting if is_other else None
 
 
 def _fused_for_vllm(scope: Scope, attention: str, role: str) -> str | None:
@@ -489,6 +508,9 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("noises[*].operator_noise.layer_scales", _layer),
     ("arms[*].operator_noise.layers", _layer_of_arm),
     ("arms[*].operator_noise.layer_scales", _layer_of_arm),
+    ("noises[*].operator_noise.error.redraw", _redraw),
+    ("arms[*].operator_noise.error.redraw", _redraw_of_arm),
+    ("training.loss_scale", _scales_float16),
     ("noises[*].operator_noise.attention", _attention_of_noise),
     ("arms[*].operator_noise.attention", _attention_of_arm),
     ("noises[*].operator_noise.error", _fits_vllm),

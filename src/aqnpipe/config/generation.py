@@ -82,12 +82,18 @@ def is_without_vllm(error: ErrorModel | CacheFormat) -> bool:
     return isinstance(error, str | FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
 
 
+def name_of(error: ErrorModel | CacheFormat) -> str:
+    """Return the kind of an error, or the format of a cache."""
+    if isinstance(error, str):
+        return error
+    return f"{error.kind} with redraw: never" if is_fixed(error) else error.kind
+
+
 def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
     """Return the setting of `arm` that vLLM does not support in rollouts, with its value; None if there is none."""
     for key, part in (("operator_noise", arm.operator_noise), ("module_noise", arm.module_noise)):
         if part is not None and part.is_active and "rollout" in part.phases and is_without_vllm(part.error):
-            kind = f"{part.error.kind} with redraw: never" if is_fixed(part.error) else part.error.kind
-            return f"{key}.error is {kind} in the rollout, expected a scaled error or a truncation"
+            return f"{key}.error is {name_of(part.error)} in the rollout, expected a scaled error or a truncation"
     if arm.kv_cache is not None and "rollout" in arm.kv_cache.phases:
         return f"kv_cache.format is {arm.kv_cache.format} in the rollout, expected no rounding of keys and values"
     noise = arm.operator_noise

@@ -40,9 +40,8 @@ class RelativeGaussian(FrozenModel):
         description="always: new noise in every call. never: a fixed machine, which makes the same error whenever it "
         "multiplies the same row with the same column",
     )
-    machine: int | None = Field(
+    machine: Seed | None = Field(
         default=None,
-        ge=0,
         exclude_if=lambda machine: machine is None,
         description="number of the fixed machine, which is the same in all runs and evaluations; null: another one for "
         "each seed of a training and each noise seed of an evaluation",
@@ -236,10 +235,8 @@ class OperatorNoise(FrozenModel):
         if isinstance(self.error, RelativeGaussian) and any(scale >= 1 for scale in self.layer_scales.values()):
             raise ValueError("layer_scales: expected relative scales below 1")
         if is_fixed(self.error) and (self.operators != "matmul" or self.attention == "fused"):
-            raise ValueError(
-                "error.redraw is never, which needs the operands of each product: found operators "
-                f"{self.operators} and attention {self.attention}, expected matmul and decomposed"
-            )
+            found = "operators all" if self.operators == "all" else "attention fused"
+            raise ValueError(f"error.redraw is never, which needs operators matmul and eager attention: found {found}")
         unknown = set(self.layer_scales) - set(self.layers) if self.layers is not None else set()
         if unknown:
             raise ValueError(f"layer_scales: layers {sorted(unknown)} are not among the noised layers")
