@@ -26,7 +26,7 @@ from aqnpipe.models.calls import num_tokens
 from aqnpipe.models.layout import is_norm, is_rms_norm
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Draws
-from aqnpipe.proof.comparison import compare, compare_exact
+from aqnpipe.proof.comparison import best_explained, compare, compare_exact
 from aqnpipe.proof.launches import watch_launches
 from aqnpipe.proof.linear import factors_of, linears_of, product_node, watch_linears, watch_unobserved
 from aqnpipe.proof.modules import watch_modules
@@ -330,9 +330,7 @@ class Audit(OperatorAudit):
         numbers = ((call, stream) for call in range(1, _MOST_CALLS) for stream in streams)
         with self.exactly():
             tried = (compare(found, error, Draws.of(key, *number), result.dtype) for number in numbers)
-            seen = next(tried)
-            if seen["wrong"]:
-                seen = next((other for other in tried if not other["wrong"]), seen)
+            seen = best_explained(tried)
         self.receipt.add(cell, **seen)
         if self.on_compared is not None:
             self.on_compared(cell, found, error, result.dtype)

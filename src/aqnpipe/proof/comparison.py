@@ -1,5 +1,6 @@
 """Compares recomputed elements of a result with the ones that a program got."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ Columns = dict[str, Any]
 """What was seen of elements: columns of a row of a receipt."""
 
 _TINY = 1e-300
+_NEXT_TO_NOTHING = 0.1
 
 
 def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dtype) -> Columns:
@@ -50,8 +52,10 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
     if isinstance(error, OperatorError):
         size = error.multiple * measured_size(error.figures, exact, sampled.input_rms)[usable]
         unit = size + (slack + sampled.after)[usable] + _TINY
-    # Of a sum that is exact in 16 bits (one key has all the weight) rounding hides small errors, and leaves no trace.
-    rounding = torch.finfo(dtype).eps / 12**0.5 * np.abs(exact)[usable] / unit * (dtype.itemsize == 2)
+    # Of a sum that is exact in 16 bits (one key has all the weight) rounding hides small errors, and leaves no trace;
+    # so it does of results below the smallest normal number, as gradients in float16 may be.
+    limits = torch.finfo(dtype)
+    rounding = limits.eps / 12**0.5 * np.maximum(np.abs(exact), limits.tiny)[usable] / unit * (dtype.itemsize == 2)
     if dtype.itemsize == 2 and not np.any(slack) and not np.any(sampled.after):
         rounding = np.zeros(1)
         # Of an exact operand the rounded result is known, and with it how much of an error the format keeps.
@@ -73,6 +77,29 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
         if isinstance(error, CustomError)
         else 0.0,
     }
+
+
+def best_explained(tried: Iterable[Columns]) -> Columns:
+    """Return the comparison with the random numbers that explain a result, of those with several ones.
+
+    That is the first without a wrong value in which the requested error leaves next to nothing of the one found; else,
+    of those without a wrong value, the one in which it leaves the least (results near 0 in float16 fit many), or the
+    first of all.
+    """
+    fitting, first = None, None
+    for seen in tried:
+        first = first or seen
+        if seen["wrong"]:
+            continue
+        if _left(seen) <= _NEXT_TO_NOTHING * seen["requested_squares"] or not seen["requested_squares"]:
+            return seen
+        fitting = seen if fitting is None or _left(seen) < _left(fitting) else fitting
+    return fitting or first or {}
+
+
+def _left(seen: Columns) -> float:
+    """Return the sum of squares of the error found less the requested one."""
+    return float(seen["found_squares"] - 2 * seen["found_expected"] + seen["requested_squares"])
 
 
 def compare_exact(sampled: Sampled) -> Columns:

@@ -62,6 +62,9 @@ HONEST = {
     "adapters in bfloat16": training_spec(NOISE, AQN, lora={**LORA, "dropout": 0.1}, dtype="bfloat16"),
     "float16": training_spec(NOISE, AQN, dtype="float16"),
     "adapters in float16": training_spec(NOISE, AQN, lora={**LORA, "dropout": 0.1}, dtype="float16", loss_scale=2**16),
+    "adapters in float16, by tokens": training_spec(
+        NOISE, num_steps=3, lora=LORA, dtype="float16", gradient_checkpointing=True, **BY_TOKENS
+    ),
     "checkpointing in float16": training_spec(
         {**NOISE, "operators": "all"}, AQN, dtype="float16", loss_scale=1, gradient_checkpointing=True
     ),

@@ -98,8 +98,8 @@ class _MicroBatch:
     cells: list[tuple[int, int]]
     values: list[float]
     directions: Tensor
-    rounding: float
-    loss_scale: int = 1
+    number_format: torch.dtype
+    loss_scale: int
     gradient: Tensor | None = None
 
     def note(self, gradient: Tensor) -> None:
@@ -158,7 +158,7 @@ class ScoringAudit:
         if kind != "trained":
             self._keep(rows, cells, values, kind)
             return
-        batch = _MicroBatch(rows, cells, values, directions, rounding_of(logits.dtype), self._spec.loss_scale)
+        batch = _MicroBatch(rows, cells, values, directions, logits.dtype, self._spec.loss_scale)
         self._batches.append(batch)
         if logits.requires_grad:
             logits.register_hook(batch.note)
@@ -216,7 +216,7 @@ class ScoringAudit:
         places = torch.tensor([place for place, _ in tried])
         along, observed = batch.directions[places], gradient[places]
         largest = along.abs().amax(-1).clamp_min(1e-30)
-        allowed = self._allowed(tokens, batch.rounding, largest)
+        allowed = self._allowed(tokens, batch, largest)
         differences = (observed - grpo.slopes(tokens, self._spec.training)[:, None] * along).abs().amax(-1)
         ratios = (differences / (allowed * largest)).nan_to_num(nan=math.inf)
         undecided = set(places[grpo.at_the_clip(tokens, self._spec.training)].tolist())
@@ -241,7 +241,7 @@ class ScoringAudit:
             return "the old log-probabilities of a completion were not computed by the policy"
         return None
 
-    def _allowed(self, tokens: grpo.Tokens, rounding: float, largest: Tensor) -> Tensor:
+    def _allowed(self, tokens: grpo.Tokens, batch: _MicroBatch, largest: Tensor) -> Tensor:
         """Return the error of a derivative that rounding explains; `largest`: the largest entry of its direction."""
         training = self._spec.training
         kl = grpo.kl_slopes(tokens, training).abs()
@@ -249,11 +249,14 @@ class ScoringAudit:
         of_kl = training.kl_coefficient * (kl + 1 / tokens.total)
         # Where a token is nearly certain, all entries of its direction are differences of numbers near 1 or near 0.
         error = _SLOPE_ERROR + _PROBABILITY_ERROR / (training.temperature * largest)
+        rounding, limits = rounding_of(batch.number_format), torch.finfo(batch.number_format)
         error += rounding if rounding > 1e-6 else 0.0
         if self._needs_all_places:
             # The ratio of a completion sums the rounding errors of all its tokens.
             error += 2e-6 * tokens.row_tokens
-        return error * whole + _LOG_PROBABILITY_ERROR * of_kl + 1e-12 / tokens.total
+        # Below the smallest normal number the spacing of a format no longer falls.
+        least = limits.tiny * limits.eps / batch.loss_scale / largest
+        return error * whole + _LOG_PROBABILITY_ERROR * of_kl + 1e-12 / tokens.total + least
 
     def _token(self, batch: _MicroBatch, place: int, completed: Completed) -> dict[str, float]:
         """Return the fields of `grpo.Tokens` at one place."""
