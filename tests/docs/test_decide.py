@@ -1,4 +1,4 @@
-"""The committed looks of `config/decide.yaml` follow from the committed answers."""
+"""The committed looks of studies that add seeds follow from the committed answers."""
 
 import shutil
 from pathlib import Path
@@ -11,6 +11,7 @@ from aqnpipe.config.study import load_study_file
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "decide"
+STUDIES = ("decide", "fixed-machine")
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +19,10 @@ def looks():
     return looks_of(FOLDER)
 
 
-def test_every_number_of_every_look_follows_from_the_answers(looks):
-    study = load_study_file(ROOT / "config" / "decide.yaml")
-    again = judged(study, looks, pl.read_parquet(FOLDER / ANSWERS))
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_number_of_every_look_follows_from_the_answers(name):
+    study, looks = load_study_file(ROOT / "config" / f"{name}.yaml"), looks_of(ROOT / "docs" / name)
+    again = judged(study, looks, pl.read_parquet(ROOT / "docs" / name / ANSWERS))
     assert len(again) == len(looks) > 0
     for look, claims in zip(looks, again, strict=True):
         for recorded, found in zip(look.claims, claims, strict=True):
@@ -40,8 +42,9 @@ def test_the_next_look_is_taken_when_the_answers_of_all_its_runs_are_there(looks
         next_look_of(study, tmp_path)
 
 
-def test_the_page_has_every_claim_at_the_last_look(looks):
-    page = (ROOT / "docs" / "decide.md").read_text(encoding="utf-8")
-    lines = table(load_study_file(ROOT / "config" / "decide.yaml"), looks)
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_page_has_every_claim_at_the_last_look(name):
+    page, looks = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), looks_of(ROOT / "docs" / name)
+    lines = table(load_study_file(ROOT / "config" / f"{name}.yaml"), looks)
     assert len(lines) == len(looks[-1].claims) + 2
     assert [line for line in lines if line not in page.splitlines()] == []
