@@ -233,5 +233,6 @@ def _estimate_lines(estimate: Estimate, at_most: Estimate | None, keep: Keep) ->
         f"at {rates.training_utilization:.0%} and generation at {rates.generation_utilization:.0%} of "
         f"{rates.tflops:g} TFLOP/s{start}; not counted: {', '.join(estimate.not_counted)}",
         f"disk: {estimate.disk_gigabytes:,.4g} GB{space}, of which {estimate.run_gigabytes:,.3g} GB for each active "
-        f"run; assumed: keep {keep}, one run at a time; not counted: responses, receipts and logs",
+        f"run (resume points, and checkpoints that are not kept); assumed: keep {keep}, one run at a time; not "
+        "counted: responses, receipts and logs",
     ]
