@@ -86,15 +86,14 @@ def best_explained(tried: Iterable[Columns]) -> Columns:
     of those without a wrong value, the one in which it leaves the least (results near 0 in float16 fit many), or the
     first of all.
     """
-    fitting, first = None, None
+    seen_so_far: list[Columns] = []
     for seen in tried:
-        first = first or seen
-        if seen["wrong"]:
-            continue
-        if _left(seen) <= _NEXT_TO_NOTHING * seen["requested_squares"] or not seen["requested_squares"]:
+        is_explained = _left(seen) <= _NEXT_TO_NOTHING * seen["requested_squares"] or not seen["requested_squares"]
+        if is_explained and not seen["wrong"]:
             return seen
-        fitting = seen if fitting is None or _left(seen) < _left(fitting) else fitting
-    return fitting or first or {}
+        seen_so_far.append(seen)
+    fitting = [seen for seen in seen_so_far if not seen["wrong"]]
+    return min(fitting, key=_left) if fitting else seen_so_far[0]
 
 
 def _left(seen: Columns) -> float:
