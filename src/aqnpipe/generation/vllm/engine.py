@@ -125,6 +125,8 @@ class VllmEngine:
             cache_bytes = kv_cache_bytes(config, dtype, max_tokens, batch_size, tensor_parallel)
             refuse_too_large(folder, tensor_parallel * cache_bytes, psutil.virtual_memory().available)
             arguments["kv_cache_memory_bytes"] = cache_bytes
+            # After a part of a prompt vLLM sets a request's random numbers back, which those of a CPU cannot be.
+            arguments["enable_chunked_prefill"] = False
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
         self._llm = start(folder, arguments, device, threads, batch_invariant, tensor_parallel)
