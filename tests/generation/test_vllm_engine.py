@@ -410,6 +410,15 @@ def test_sampling_is_keyed_by_seed_and_row(engine, prompts):
     assert engine.generate([], sampling) == []
 
 
+def test_prompts_that_do_not_fit_one_forward_are_sampled_as_each_alone(start, prompts):
+    long = [(prompt * 300)[:300] for prompt in prompts * 3]
+    assert sum(map(len, long)) > 2048
+    with start(builtin_folder("tiny"), max_tokens=320, batch_size=len(long)) as engine:
+        together = engine.generate(long, Sampling(12, 1.5, seed=5))
+        first = engine.generate(long[:4], Sampling(12, 1.5, seed=5, num_rows=len(long)))
+    assert together[:4] == first
+
+
 @pytest.fixture(scope="module")
 def untied_folder(tmp_path_factory, make_model, tokenizer):
     folder = tmp_path_factory.mktemp("untied")
