@@ -89,7 +89,8 @@ _PANELS = {
     "Several devices": "devices duration history logs compare",
     "Results": "output json figure alpha rows max_megabytes",
 }
-"""Groups of options in the help of commands with more than `_MOST_IN_ONE_LIST`."""
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
+"""The group of an option in the help of commands with more than `_MOST_IN_ONE_LIST`."""
 _MOST_IN_ONE_LIST = 12
 
 
@@ -98,11 +99,8 @@ class _Grouped(typer.core.TyperCommand):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        panels = _PANELS.items() if len(self.params) > _MOST_IN_ONE_LIST else ()
-        for option in self.params:
-            for panel, names in panels:
-                if option.name in names.split():
-                    option.rich_help_panel = panel  # type: ignore[attr-defined]
+        for option in self.params if len(self.params) > _MOST_IN_ONE_LIST else ():
+            option.rich_help_panel = _PANEL_OF.get(option.name)  # type: ignore[attr-defined]
 
 
 # Options behind the study are Snakemake's, and all of `lm-eval` are those of the harness.

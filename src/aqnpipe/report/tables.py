@@ -166,18 +166,8 @@ def specifications() -> dict[str, dict[str, Any]]:
     return content
 
 
-def table_of(
-    name: str,
-    caption: str,
-    rows: Rows,
-    columns: str,
-    words: Words,
-    *,
-    num_text_columns: int = 1,
-    note: str = "",
-    max_rows: int = MAX_ROWS_ON_PAGE,
-) -> Table:
-    """Return a table of `rows` with the given columns.
+def table_of(name: str, caption: str, rows: Rows, columns: str, words: Words, **fields: Any) -> Table:
+    """Return a table of `rows` with the given columns; `fields`: further ones of `Table`.
 
     A column is `key=field:form`: its header in the catalogue, the field of a row, and how its values are shown, see
     `_cell`. Without a field it is the key, without a form the text of the value. The fields alert, link and anchor
@@ -198,7 +188,7 @@ def table_of(
         for row in mappings
     )
     headers = tuple(words(f"column.{key}") for key, _, _ in parts)
-    return Table(name, caption, headers, shown, num_text_columns, note, max_rows)
+    return Table(name, caption, headers, shown, **fields)
 
 
 def _parts(column: str) -> tuple[str, str, str]:

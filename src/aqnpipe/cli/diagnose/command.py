@@ -50,8 +50,7 @@ class Outputs:
 
     def check(self) -> None:
         """Raise StorageError unless everything can be written."""
-        if self.json is not None:
-            check_writable("--json", self.json)
+        check_writable("--json", self.json)
         for option, folder in (("--history", self.history), ("--logs", self.logs)):
             if folder is not None:
                 check_folder(option, folder)
