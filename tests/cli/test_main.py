@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,23 @@ def test_the_help_has_groups_and_offers_completion(command_line):
         "Answers and published figures",
     ]
     assert "--install-completion" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "panels"),
+    [
+        ("robustness", ["Data and responses", "Noise and faults", "Computation", "Results"]),
+        ("diagnose", ["Noise and faults", "Computation", "Results", "Data and responses", "Several devices"]),
+        ("parity", ["Without files"]),
+        ("plan", []),
+    ],
+)
+def test_many_options_are_in_groups_and_a_paragraph_is_broken_where_the_terminal_ends(command_line, command, panels):
+    said = command_line(command, "--help").stdout
+    titles = [line.strip("╭─╮ ") for line in said.splitlines() if line.startswith("╭")]
+    assert titles == ["Arguments", "Options", *panels]
+    paragraphs = [part.strip().splitlines() for part in re.split(r"\n\s*\n", said.partition("╭")[0])]
+    assert all(len(line.strip()) > 60 for paragraph in paragraphs for line in paragraph[:-1])
 
 
 def test_the_shell_completes_commands(monkeypatch, command_line):

@@ -1,10 +1,12 @@
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
 from aqnpipe.config.model import ModelConfig, builtin_folder
 from aqnpipe.errors import ModelError
@@ -163,6 +165,21 @@ def test_loading_what_is_no_model_is_one_clear_error(tmp_path):
         load_model(tmp_path / "none", dtype="float32", attention="eager")
     with pytest.raises(ModelError, match=r"tokenizer of .* cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_bar_of_loading_is_for_terminals(is_terminal, monkeypatch, capsys):
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.enable_progress_bar()
+    try:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+        load_model(builtin_folder("tiny"), dtype="float32", attention="sdpa")
+    finally:
+        if not was_enabled:
+            transformers_logging.disable_progress_bar()
+    said = capsys.readouterr()
+    assert ("Loading weights" in said.err) == is_terminal
+    assert said.out == ""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,5 +1,6 @@
 """The page in a real browser: requests, numbers, and use by keyboard, phone, printer and screen reader."""
 
+import re
 import threading
 from pathlib import Path
 from xml.etree import ElementTree
@@ -442,12 +443,13 @@ def test_an_arm_is_switched_off_in_all_pictures_together(visit, built):
     sections = "all => [...new Set(all.map(mark => mark.closest('section').id))]"
     assert {"accuracy", "robustness", "training"} <= set(marks.evaluate_all(sections))
     others = page.locator(".panels [data-s='E5']:visible").count()
-    button = page.locator("#robustness .legend button", has_text="E5b")
+    button = page.locator("#robustness .legend [data-s='E5b'] button")
+    assert button.inner_text() == f"{built.study.arms['E5b'].description} (E5b)"
     button.click()
     assert marks.count() == 0
     assert page.locator(".panels [data-s='E5']:visible").count() == others
     assert button.get_attribute("aria-pressed") == "false"
-    assert page.locator("#training .legend button", has_text="E5b").get_attribute("aria-pressed") == "false"
+    assert page.locator("#training .legend [data-s='E5b'] button").get_attribute("aria-pressed") == "false"
     page.get_by_role("button", name="Show all arms").click()
     assert marks.count() > 0
 
@@ -602,7 +604,7 @@ def test_a_figure_is_downloaded_in_the_colours_of_the_page_with_the_legend_of_wh
     visit, built, tmp_path, scheme, card, blue
 ):
     seen = visit(built.page, color_scheme=scheme)
-    seen.page.locator("#training .legend button", has_text="E5b").click()
+    seen.page.locator("#training .legend [data-s='E5b'] button").click()
     panel = seen.page.locator("#training .panels > div").first
     button = panel.locator("h3 button").nth(1)
     assert button.get_attribute("aria-label").startswith("Download as SVG: ")
@@ -614,12 +616,16 @@ def test_a_figure_is_downloaded_in_the_colours_of_the_page_with_the_legend_of_wh
     assert {url.partition(":")[0] for url in seen.requests} <= {"file", "blob"}
     root = ElementTree.parse(tmp_path / "figure.svg").getroot()
     texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert [text for text in texts if text in ARMS] == ["baseline", "E5", "srdd_guided"]
+    named = [found for text in texts if (found := re.fullmatch(r"(.+) \((\w+)\)", text)) and found[2] in ARMS]
+    assert [found[2] for found in named] == ["baseline", "E5", "srdd_guided"]
+    assert named[0][1] == "no noise in training"
     attributes = [value for node in root.iter() for value in node.attrib.values()]
     assert {card, blue} <= set(attributes)
     assert not [value for value in attributes if "var(" in value or value == "E5b"]
     width, height = map(float, panel.locator("svg").get_attribute("viewBox").split()[2:])
-    assert (float(root.get("width")), float(root.get("height"))) == (width, height + 3 * 16 + 8)
+    assert float(root.get("height")) == height + 3 * 16 + 8
+    longest = max(len(found[0]) for found in named)
+    assert float(root.get("width")) == pytest.approx(max(width, 50 + 6.2 * longest)), "the legend has room"
     assert panel.locator("[data-s='E5b']").count() > 0, "the page keeps what the file leaves out"
 
 

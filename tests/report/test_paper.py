@@ -123,6 +123,8 @@ def test_captions_have_the_numbers_of_every_figure(written, built):
     size = "(Arms: 4, seeds per arm: 2, optimiser steps: 60, questions: 200, noise levels: 3)"
     assert all(caption.endswith(size) for caption in captions.strip().split("\n\n"))
     assert all(f"{path.stem}: " in captions.replace("\\_", "_") for path in folder.glob("figures/*.svg"))
+    arm = built.study.arms["E5b"]
+    assert f"E5b: {arm.description}" in next(text for text in captions.split("\n\n") if "robustness-1" in text)
     claims = captions.split("\n\n")[0]
     rows = pl.read_parquet(built.folder / "comparisons.parquet")
     assert claims.count("2 seeds, 200 questions") == len(rows) == 6

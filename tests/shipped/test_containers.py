@@ -11,7 +11,7 @@ CONTAINERS = sorted((ROOT / "containers").glob("*.Dockerfile"))
 
 @pytest.mark.parametrize("file", CONTAINERS, ids=lambda path: path.stem)
 def test_an_image_has_what_the_package_links_to(file):
-    """Links to files that are not copied are left out of the package without a word; `aqnpipe init` would fail."""
+    """Links to files that are not copied are silently left out of the package; `aqnpipe init` would fail."""
     linked = {path.resolve().name for path in (ROOT / "src" / "aqnpipe" / "shipped").iterdir() if path.is_symlink()}
     assert linked == {"Snakefile", "workflow", "config", "profiles"}
     text = file.read_text(encoding="utf-8")

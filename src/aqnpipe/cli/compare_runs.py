@@ -36,8 +36,7 @@ def compare_runs(
 
     if not 0 < alpha < 1:
         raise ConfigError(f"--alpha: found {alpha:g}, expected above 0 and below 1")
-    if json is not None:
-        check_writable("--json", json)
+    check_writable("--json", json)
     groups = training_runs.read_runs(first), training_runs.read_runs(second)
     found = training_runs.compare_runs(*groups, (str(first), str(second)), metric or (), alpha)
     typer.echo("\n".join(text_of(found)))

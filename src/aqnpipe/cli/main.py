@@ -81,6 +81,28 @@ _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Machines": (doctor, diagnose, capture, parity, compare_runs),
     "Answers and published figures": (score, check_published),
 }
+_PANELS = {
+    "Data and responses": "data questions texts prompts style layout instruction shots max_tokens scorer "
+    "sequences tokens decode padding replay",
+    "Noise and faults": "levels noise noises noise_seeds scale fault operators",
+    "Computation": "dtype attention backend tensor_parallel batch_size batch_invariant device threads random_weights",
+    "Several devices": "devices duration history logs compare",
+    "Results": "output json figure alpha rows max_megabytes",
+}
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
+"""The group of an option in the help of commands with more than `_MOST_IN_ONE_LIST`."""
+_MOST_IN_ONE_LIST = 12
+
+
+class _Grouped(typer.core.TyperCommand):
+    """A command whose help has many options in groups."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for option in self.params if len(self.params) > _MOST_IN_ONE_LIST else ():
+            option.rich_help_panel = _PANEL_OF.get(option.name)  # type: ignore[attr-defined]
+
+
 # Options behind the study are Snakemake's, and all of `lm-eval` are those of the harness.
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _SETTINGS: dict[Callable[..., None], dict[str, Any]] = {
@@ -90,7 +112,9 @@ _SETTINGS: dict[Callable[..., None], dict[str, Any]] = {
 }
 for group, commands in _GROUPS.items():
     for command in commands:
-        app.command(rich_help_panel=group, **_SETTINGS.get(command, {}))(command)
+        # Lines of a docstring are longer than those of most terminals.
+        text = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
+        app.command(cls=_Grouped, help=text, rich_help_panel=group, **_SETTINGS.get(command, {}))(command)
 
 
 _OF_THE_DISK = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EROFS)

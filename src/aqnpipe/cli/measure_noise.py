@@ -50,8 +50,7 @@ def measure_noise(
     if not trust_code:
         refuse_foreign_code(requested, [arms])
     refuse_unusable_errors(f"{arms}: arms.{arm}", requested)
-    if json is not None:
-        check_writable("--json", json)
+    check_writable("--json", json)
     try:
         settings = ModelConfig(source=model)
     except ValidationError as error:

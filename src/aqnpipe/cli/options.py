@@ -32,8 +32,10 @@ TrustCode = Annotated[
 _DEVICE = re.compile(r"(cuda|npu)(?::(\d+))?")
 
 
-def check_writable(option: str, path: Path) -> None:
+def check_writable(option: str, path: Path | None) -> None:
     """Raise StorageError unless a file can be written at `path`. No folder is made, and nothing is left behind."""
+    if path is None:
+        return
     if path.is_dir():
         raise StorageError(f"{option} {path}: found a folder, expected the name of a file")
     check_folder(option, path.parent)

@@ -69,9 +69,13 @@ def sensitivity(
     from aqnpipe.diagnosis.api import device_label
     from aqnpipe.diagnosis.sensitivity import layers as measurement
     from aqnpipe.models.loading import load_tokenizer
-    from aqnpipe.report.sensitivity_chart import write_sensitivity_chart
+    from aqnpipe.report.sensitivity_chart import check_format, write_sensitivity_chart
 
-    _check_options(scale, json, figure)
+    refuse_level("--scale", scale)
+    check_writable("--json", json)
+    if figure is not None:
+        check_format(figure)
+    check_writable("--figure", figure)
     faults = tuple(parse_fault(spec) for spec in fault or ())
     target = usable_device(device)
     source = find_model(model, dtype, attention, random_weights=False)
@@ -109,18 +113,6 @@ def sensitivity(
     _show(file)
 
 
-def _check_options(scale: float, json: Path | None, figure: Path | None) -> None:
-    """Raise ConfigError or StorageError for a scale out of range, or a file that cannot be written."""
-    from aqnpipe.report.sensitivity_chart import check_format
-
-    refuse_level("--scale", scale)
-    if json is not None:
-        check_writable("--json", json)
-    if figure is not None:
-        check_format(figure)
-        check_writable("--figure", figure)
-
-
 def _refuse_without_tokenizer(source: ModelSource) -> None:
     if not any((source.folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise ModelError(
@@ -155,7 +147,6 @@ def _lines(path: Path) -> list[str]:
 
 
 def _show(file: "SensitivityFile") -> None:
-
     console = console_of(stderr=False)
     console.print(_verdict(file), soft_wrap=True)
     console.print(_table(file))
@@ -180,7 +171,6 @@ def _verdict(file: "SensitivityFile") -> str:
 
 
 def _table(file: "SensitivityFile") -> "Table":
-
     names = ["estimate", "loss", "± s.e."] + (["accuracy", "± s.e."] if file.accuracy is not None else [])
     table = table_of("", ["layer"], names)
     for layer in file.layers:

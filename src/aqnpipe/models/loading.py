@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -350,8 +351,11 @@ def _load_whole(folder: Path, dtype: Dtype, attention: Attention) -> "PreTrained
     """Return the model whose weights are all in `folder`; transformers alone would fill gaps with random numbers."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     refuse_damaged(folder)
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # a log would have a line of all its states
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder),

@@ -38,10 +38,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class SeriesKey:
-    """The name of a series and its position in the palette; 0 is the neutral colour."""
+    """The name of a series, its position in the palette (0 is the neutral colour), and what it is, for legends."""
 
     name: str
     index: int
+    what: str = ""
 
 
 def panel(title: str, chart: alt.TopLevelMixin, label: str, *, wide: bool = False) -> Panel:

@@ -31,7 +31,7 @@ def verdict_tables(diagnoses: Sequence[Diagnosis], words: Words) -> tuple[Table,
     rows = [
         {
             "machine": diagnosis.machine,
-            "fault": _simulated_faults(diagnosis.verdict, words),
+            "fault": "; ".join(map(_simulated_fault, diagnosis.verdict.simulated_faults)) or words("fault.none"),
             "found": _found_faults(diagnosis.verdict, words),
             "right": outcome(diagnosis.verdict),
             "forwards": diagnosis.verdict.forward_equivalents,
@@ -72,10 +72,6 @@ def outcome(verdict: Verdict) -> Outcome:
         return "wrong_layer"
     kinds = {str(fault.get("type")) for fault in in_layer}
     return "right" if verdict.type in kinds | {_SHARED_NAMES.get(kind) for kind in kinds} else "wrong_type"
-
-
-def _simulated_faults(verdict: Verdict, words: Words) -> str:
-    return "; ".join(_simulated_fault(fault) for fault in verdict.simulated_faults) or words("fault.none")
 
 
 def _simulated_fault(fault: Mapping[str, object]) -> str:
@@ -231,7 +227,7 @@ def _sentences(name: str, arm: Arm, diagnoses: Sequence[Diagnosis], words: Words
     if own is None or strategy not in own.strategies:
         return
     sigmas, rule = own.strategies[strategy], strategy.replace("_", " ")
-    if _is_uniform(sigmas):
+    if set(sigmas.aqn.layer_sigmas.values()) == {sigmas.aqn.base_sigma}:
         yield words("guidance.uniform", arm=name, machine=machine, strategy=rule)
         return
     healthy = next((d for d in diagnoses if _is_healthy_twin(d, own) and strategy in d.strategies), None)
@@ -256,10 +252,6 @@ def _is_healthy_twin(diagnosis: Diagnosis, faulty: Diagnosis) -> bool:
     """Return whether a diagnosis is of the same model on the same device, without simulated faults."""
     is_same = (diagnosis.model, diagnosis.device) == (faulty.model, faulty.device)
     return is_same and not diagnosis.verdict.simulated_faults
-
-
-def _is_uniform(sigmas: SigmaFile) -> bool:
-    return set(sigmas.aqn.layer_sigmas.values()) == {sigmas.aqn.base_sigma}
 
 
 def _changed_layers(sigmas: SigmaFile, healthy: SigmaFile) -> list[int]:

@@ -110,7 +110,9 @@ def export_paper(
                 paths = (folder / "figures" / f"{stem}.{suffix}" for suffix in figures)
                 written += [_write_figure(path, svg, _COLUMNS[panel.wide]) for path in paths]
             titles = "; ".join(markdown(f"{stem}: {panel.title}") for stem, panel, _ in pictures)
-            captions.append(f"**{titles}.** {markdown(figure.caption)} ({size})")
+            keys = {key.name: key.what for group in figure.groups for key in group.legend if key.what}
+            arms = [f"{'; '.join(f'{arm}: {what}' for arm, what in keys.items())}."] if keys else []
+            captions.append(f"**{titles}.** {markdown(words.paragraph([figure.caption, *arms]))} ({size})")
         for each in own if formats else ():
             # Names of paired tables hold ids of comparisons, which a path cannot hold as they are.
             stem = f"{name}-{_NOT_IN_STEMS.sub('-', each.name)}"

@@ -150,15 +150,15 @@ def model_figures(study: Study, data: ReportData, model: str, words: Words, run_
     return figures
 
 
-def _arm_keys(study: Study, present: set[str]) -> list[SeriesKey]:
+def _arm_keys(study: Study, present: set[str], words: Words) -> list[SeriesKey]:
     """Return the keys of the pretrained model (neutral) and of the arms present, so that an arm keeps its colour."""
-    neutral = [SeriesKey(PRETRAINED, 0)] if PRETRAINED in present else []
-    return neutral + [SeriesKey(arm, n) for n, arm in enumerate(study.config.arms, start=1) if arm in present]
+    named = enumerate((PRETRAINED, *study.config.arms))
+    return [SeriesKey(arm, n, tables.what_it_is(study, arm, words).text) for n, arm in named if arm in present]
 
 
 def _shown_arms(study: Study, present: set[str], words: Words) -> tuple[list[SeriesKey], list[str]]:
     """Return the keys of the arms that pictures show, and the sentence on those that they leave out, if any."""
-    keys = _arm_keys(study, present)
+    keys = _arm_keys(study, present, words)
     shown = keys[: charts.MAX_ARMS_IN_PICTURES]
     return shown, [words("pictures.left_out", shown=len(shown), all=len(keys))] if len(shown) < len(keys) else []
 
@@ -177,7 +177,7 @@ def published_parts(study: Study, check: PublishedCheck, accuracy: pl.DataFrame,
     """Return the section with the published figures beside the measured ones."""
     last = last_steps(accuracy)
     rows = published.side_by_side(check, last)
-    keys = _arm_keys(study, set(rows["arm"]))
+    keys = _arm_keys(study, set(rows["arm"]), words)
     panels = charts.published_panels(rows, keys, words) if not rows.is_empty() else []
     claims, sentences, *others = published.published_tables(check, words, published.means_of(last))
     shown = tuple(table for table in others if table.rows)

@@ -12,8 +12,9 @@ import yaml
 from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
+from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.inputs import Run
-from aqnpipe.report.words import Words
+from aqnpipe.report.words import Text, Words
 from aqnpipe.statistics.seed_blocks import GUARD_LEVEL, LARGEST_SEED_SD, PRIOR_FREEDOM, PRIOR_FREEDOM_OF_TWO
 
 Rows = pl.DataFrame | Iterable[object]
@@ -72,7 +73,7 @@ class PanelGroup:
     """Panels that share a legend."""
 
     panels: Sequence[object]
-    legend: Sequence[object] = field(default=())
+    legend: Sequence[SeriesKey] = field(default=())
 
 
 @dataclass(frozen=True)
@@ -165,18 +166,8 @@ def specifications() -> dict[str, dict[str, Any]]:
     return content
 
 
-def table_of(
-    name: str,
-    caption: str,
-    rows: Rows,
-    columns: str,
-    words: Words,
-    *,
-    num_text_columns: int = 1,
-    note: str = "",
-    max_rows: int = MAX_ROWS_ON_PAGE,
-) -> Table:
-    """Return a table of `rows` with the given columns.
+def table_of(name: str, caption: str, rows: Rows, columns: str, words: Words, **fields: Any) -> Table:
+    """Return a table of `rows` with the given columns; `fields`: further ones of `Table`.
 
     A column is `key=field:form`: its header in the catalogue, the field of a row, and how its values are shown, see
     `_cell`. Without a field it is the key, without a form the text of the value. The fields alert, link and anchor
@@ -197,7 +188,7 @@ def table_of(
         for row in mappings
     )
     headers = tuple(words(f"column.{key}") for key, _, _ in parts)
-    return Table(name, caption, headers, shown, num_text_columns, note, max_rows)
+    return Table(name, caption, headers, shown, **fields)
 
 
 def _parts(column: str) -> tuple[str, str, str]:
@@ -355,6 +346,13 @@ class ArmTable:
     several_models: bool
 
 
+def what_it_is(study: Study, arm: str, words: Words) -> Text:
+    """Return the description of an arm, or that of the model before training."""
+    if arm not in study.arms:
+        return Text(words("arm.pretrained"), untranslated=False)
+    return words.own(study.arms[arm].description, study.arms[arm].description_zh)
+
+
 def arm_table(study: Study, last: pl.DataFrame, words: Words) -> ArmTable:
     """Return every arm of the study, the pretrained models first; `last`: the accuracies of the last steps."""
     means = mean_accuracy(last)
@@ -374,16 +372,15 @@ def arm_table(study: Study, last: pl.DataFrame, words: Words) -> ArmTable:
     first_model = {name: model for model, name in reversed(pairs)}
     rows = []
     for model, name in pairs:
-        is_arm = name in study.arms
-        text = words.own(study.arms[name].description, study.arms[name].description_zh) if is_arm else None
+        text = what_it_is(study, name, words)
         rows.append(
             {
                 "name": name,
                 "model": model,
                 "anchor": "" if model != first_model[name] else f"arm-{name}",
-                "description": text.text if text else words("arm.pretrained"),
-                "untranslated": text is not None and text.untranslated,
-                "control_of": (study.arms[name].aa_control_of or "") if is_arm else "",
+                "description": text.text,
+                "untranslated": text.untranslated,
+                "control_of": (study.arms[name].aa_control_of or "") if name in study.arms else "",
                 "cells": tuple(
                     ranged(*found.get((model, name, level), (None, None, None)), "points", words) for level in levels
                 ),

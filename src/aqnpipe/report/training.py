@@ -77,19 +77,22 @@ def leap_sentences(found: Sequence[Leap], runs: Sequence[Run], words: Words) -> 
 
 
 def _validations(leap: Leap, runs: Sequence[Run], words: Words) -> Iterator[str]:
-    """Yield validation accuracy before and after a leap, and its changes elsewhere in the run; nothing without both."""
+    """Yield validation accuracy before and after a leap, and whether that change is larger than others of the run."""
     run = next(run for run in runs if (run.model, run.arm, run.seed) == (leap.model, leap.arm, leap.seed))
     table = run.metrics.select("step", "validation_accuracy").drop_nulls().sort("step")
     steps, values = table["step"].to_list(), table["validation_accuracy"].to_list()
     # The values of a step are of the policy before its update, validations of that after the update of their step.
     after = bisect_left(steps, leap.step - 1)
     if not 0 < after < len(steps):
+        yield words("training.leap_unknown")
         return
     first, second = steps[after - 1], steps[after]
     yield words("training.leap_validations", first=first, before=values[after - 1], second=second, after=values[after])
     changes = [later - earlier for earlier, later in pairwise(values)]
     if elsewhere := changes[: after - 1] + changes[after:]:
-        yield words("training.leap_elsewhere", low=min(elsewhere), high=max(elsewhere))
+        low, high = min(elsewhere), max(elsewhere)
+        yield words("training.leap_elsewhere", low=low, high=high)
+        yield words("training.leap_harmless" if changes[after - 1] >= low else "training.leap_loss")
 
 
 def leap_table(found: Sequence[Leap], words: Words) -> Table:

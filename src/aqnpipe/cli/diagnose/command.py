@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from aqnpipe.artifacts.diagnoses import DiagnosisFile, NodeReport, Outcome
     from aqnpipe.cli.diagnose.worker import Order
 
-_FLEET = "For several devices"
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -51,8 +50,7 @@ class Outputs:
 
     def check(self) -> None:
         """Raise StorageError unless everything can be written."""
-        if self.json is not None:
-            check_writable("--json", self.json)
+        check_writable("--json", self.json)
         for option, folder in (("--history", self.history), ("--logs", self.logs)):
             if folder is not None:
                 check_folder(option, folder)
@@ -78,8 +76,7 @@ def diagnose(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="number of prompts for the scans")] = 5,
     random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="use random weights for the shape in the config.json of the folder"),
+        bool, typer.Option("--random-weights", help="use random weights for the shape in the config.json of the folder")
     ] = False,
     threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads, of every device")] = 1,
     seed: Annotated[
@@ -88,25 +85,14 @@ def diagnose(
     devices: Annotated[
         str | None,
         typer.Option(
-            help="`all` (every GPU or NPU), or a list such as cuda:0,cuda:1 or cpu,cpu: a process each, in parallel",
-            rich_help_panel=_FLEET,
+            help="`all` (every GPU or NPU), or a list such as cuda:0,cuda:1 or cpu,cpu: a process each, in parallel"
         ),
     ] = None,
-    duration: Annotated[
-        str | None,
-        typer.Option(help="repeat with new seeds and shapes for 30s, 15m or 2h", rich_help_panel=_FLEET),
-    ] = None,
-    history: Annotated[
-        Path | None,
-        typer.Option(help="existing folder: add the report under host and time", rich_help_panel=_FLEET),
-    ] = None,
-    logs: Annotated[
-        Path | None,
-        typer.Option(help="existing folder for the log of every device", rich_help_panel=_FLEET),
-    ] = None,
+    duration: Annotated[str | None, typer.Option(help="repeat with new seeds and shapes for 30s, 15m or 2h")] = None,
+    history: Annotated[Path | None, typer.Option(help="existing folder: add the report under host and time")] = None,
+    logs: Annotated[Path | None, typer.Option(help="existing folder for the log of every device")] = None,
     compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(help="two files of earlier diagnoses: what changed?", rich_help_panel=_FLEET),
+        tuple[Path, Path] | None, typer.Option(help="two files of earlier diagnoses: what changed?")
     ] = None,
 ) -> None:
     """Diagnose this machine: find faulty layers, sites and channels. Exit code 0: healthy, 3: fault, 4: no verdict.

@@ -152,9 +152,8 @@ def parity(
     from aqnpipe.parity.parity import parity_of
 
     _check_options(context, captures)
-    for option, path in (("--json", json), ("--html", html)):
-        if path is not None:
-            check_writable(option, path)
+    check_writable("--json", json)
+    check_writable("--html", html)
     with console_of(stderr=True).status("comparing"):
         if captures:
             from aqnpipe.parity.capture_file import read_capture

@@ -114,12 +114,10 @@ def robustness(
         },
     )
     generation = _validated(GenerationConfig, {"backend": backend, "tensor_parallel": tensor_parallel})
-    for name, named in evaluation.noises.items():
-        unlike = settings_of(named).attention_problem(attention)
-        if unlike is not None:
-            raise ConfigError(f"--noises: {name}.{unlike} (--attention)")
     refuse_unusable_scorer(evaluation)
     for name, named in evaluation.noises.items():
+        if unlike := settings_of(named).attention_problem(attention):
+            raise ConfigError(f"--noises: {name}.{unlike} (--attention)")
         refuse_unusable_errors(f"--noises: {name}", settings_of(named))
     evaluation = evaluation.planned()
     if 0.0 not in evaluation.noise_levels:

@@ -36,8 +36,8 @@ class Receipt(Shown, ReceiptContent):
     def problems(self, steps_done: int | None = None, *, is_share: bool = False) -> list[str]:
         """Return one line per mismatch between requested and measured noise.
 
-        `steps_done`: the receipt is of a run that has made so many optimiser steps, so nothing is missing yet that only
-        later steps bring; None: the run has ended. `is_share`: it is of one worker of several.
+        `steps_done`: number of optimiser steps so far, by which the noise of the first ones must be measured; None: the
+        run has ended, and so must be all that was requested. `is_share`: the receipt is of one worker of several.
         """
         steps = self.num_steps if steps_done is None else steps_done
         return [

@@ -102,8 +102,9 @@ const save = panel => {
   const xml = node => new XMLSerializer().serializeToString(node), colours = getComputedStyle(document.documentElement);
   all(".off", copy).forEach(mark => mark.remove());
   for (const [side, size] of [["width", width], ["height", height]]) copy.setAttribute(side, size);
+  const wide = Math.max(width, ...keys.map(key => 50 + 6.2 * key.textContent.length));
   const lines = keys.map((key, row) => `<g transform="translate(8 ${height + 16 * row + 3})">${xml(key.querySelector("path"))}<text x="42" y="9" font-size="11" fill="var(--ink)">${xml(new Text(key.textContent))}</text></g>`);
-  const text = `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height + 16 * keys.length + 8}" font-family='${getComputedStyle(document.body).fontFamily}'><rect width="100%" height="100%" fill="var(--card)"/>${xml(copy)}${lines.join("")}</svg>`;
+  const text = `<svg xmlns="http://www.w3.org/2000/svg" width="${wide}" height="${height + 16 * keys.length + 8}" font-family='${getComputedStyle(document.body).fontFamily}'><rect width="100%" height="100%" fill="var(--card)"/>${xml(copy)}${lines.join("")}</svg>`;
   const shown = text.replace(/var\((--[\w-]+)\)/g, (_, colour) => colours.getPropertyValue(colour).trim());
   const link = make("a", { href: URL.createObjectURL(new Blob([shown], { type: "image/svg+xml" })), download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-")}.svg` });
   link.click();
