@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -293,7 +294,31 @@ def test_arms_are_found_beside_the_study(tmp_path, monkeypatch, config):
         load_study_files([study], {"arms_file": "arms.yaml"})
 
 
-@pytest.mark.parametrize("folder", ["results", "results/a b", "/var/tmp/Größe 2/results", "/data", "res_1.2/"])
+@pytest.mark.parametrize(
+    "folder",
+    [
+        *(
+            "results",
+            "results/a b",
+            "/var/tmp/Größe 2/results",
+            "/data",
+            "res_1.2/",
+            "results/docs",
+            "/home/me/workflow",
+        ),
+        *(
+            "/opt/data/x",
+            "/opt/data/tests",
+            "/mnt/x",
+            "/media/me/disk",
+            "/srv/x",
+            "/tmp/x/y",
+            "/scratch/me",
+            "/var/tmp/a",
+        ),
+        *("/variable/lib", "/var/libs/x", "/home/x/results", "/data/usr/lib"),
+    ],
+)
 def test_results_may_be_anywhere_that_is_named(config, folder):
     assert load_study(config | {"results_dir": folder}).config.results_dir == folder
 
@@ -308,7 +333,8 @@ def test_results_are_not_in_folders_that_snakemake_would_misread(config, folder)
     "folder",
     [
         *("workflow", "workflow/rules", "config", "src/results", "/etc/x", "/usr/lib/results", "/dev/x", "/dev/shm"),
-        *(str(Path.cwd()), str(Path.cwd() / "workflow" / "x")),
+        *(str(Path.cwd()), str(Path.cwd() / "workflow" / "x"), "/var/lib/x", "/var/log", "/var/spool/a/b"),
+        *("docs", "tests/x", "benchmarks", "containers/results", "examples", "a100", str(Path.cwd() / "docs" / "x")),
     ],
 )
 def test_results_are_not_among_files_of_the_workflow_or_the_system(config, folder):
@@ -317,7 +343,28 @@ def test_results_are_not_among_files_of_the_workflow_or_the_system(config, folde
     load_study(config | {"results_dir": f"my_{folder.strip('/')}"})
 
 
-@pytest.mark.parametrize("folder", ["/home", "/tmp", "/var", "/home/me", "linked"])
+def test_no_folder_of_the_project_is_missing(config):
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=False, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a clone: git does not say which folders are the project's")
+    folders = {Path(line).parts[0] for line in listed.stdout.splitlines() if "/" in line}
+    folders.remove("config")  # tested above; the fixture's study has its arms in it
+    for folder in sorted(name for name in folders if not name.startswith(".")):
+        with pytest.raises(ConfigError, match="a folder of the project"):
+            load_study(config | {"results_dir": folder})
+
+
+@pytest.mark.parametrize("folder", ["docs", "tests/x", "benchmarks/today", "examples/a", "containers"])
+def test_a_folder_of_ones_own_may_have_the_name_of_one_in_a_clone(config, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = config | {"arms_file": str(ROOT / "config" / "arms.yaml"), "results_dir": folder}
+    assert load_study(own).config.results_dir == folder
+    (tmp_path / "src" / "aqnpipe").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="a folder of the project"):
+        load_study(own)
+
+
+@pytest.mark.parametrize("folder", ["/home", "/tmp", "/var", "/var/tmp", "/opt/x", "/mnt", "/home/me", "linked"])
 def test_results_are_not_the_folder_that_users_or_programs_have_theirs_in(config, folder, tmp_path, monkeypatch):
     """Those below it may have results, as a home folder may."""
     monkeypatch.setenv("HOME", "/home/me")
@@ -327,10 +374,12 @@ def test_results_are_not_the_folder_that_users_or_programs_have_theirs_in(config
     with pytest.raises(ConfigError, match=r"results_dir: found .*, a folder of the machine or its user, expected"):
         load_study(own | {"results_dir": folder})
     load_study(own | {"results_dir": f"{folder}/a"})
+    with pytest.raises(ConfigError, match="a folder of the machine"):
+        load_study(own | {"results_dir": "/opt"})
 
 
 def test_results_may_be_in_memory_and_below_the_working_directory_by_its_whole_path(config):
-    for folder in ("/dev/shm/results", str(Path.cwd() / "results"), "/home/me/workflow"):
+    for folder in ("/dev/shm/results", str(Path.cwd() / "results"), str(Path.cwd() / "results" / "docs")):
         assert load_study(config | {"results_dir": folder}).config.results_dir == folder
 
 
@@ -343,9 +392,19 @@ def test_results_behind_a_link_are_not_among_files_of_the_system(config, tmp_pat
     load_study(config | {"results_dir": "disk/x", "arms_file": str(ROOT / "config" / "arms.yaml")})
 
 
+def test_a_home_in_a_folder_of_the_system_may_have_results(config, monkeypatch):
+    """As the accounts of services have."""
+    monkeypatch.setenv("HOME", "/var/lib/me")
+    assert load_study(config | {"results_dir": "/var/lib/me/a"}).config.results_dir == "/var/lib/me/a"
+    for home, folder in (("/var/lib/me", "/var/lib/me"), ("/var/lib/me", "/var/lib/you"), ("/", "/etc/x")):
+        monkeypatch.setenv("HOME", home)
+        with pytest.raises(ConfigError, match="a folder of the system"):
+            load_study(config | {"results_dir": folder})
+
+
 def test_a_working_directory_in_a_folder_of_the_system_may_have_results(config, tmp_path, monkeypatch):
     """As /usr/src/app in many containers."""
-    monkeypatch.setattr("aqnpipe.config.study._SYSTEM_FOLDERS", frozenset((tmp_path.resolve().parts[1],)))
+    monkeypatch.setattr("aqnpipe.config.study._SYSTEM_FOLDERS", (tmp_path.resolve().parts[1],))
     monkeypatch.chdir(tmp_path)
     own = config | {"arms_file": str(ROOT / "config" / "arms.yaml")}
     assert load_study(own | {"results_dir": "results"}).config.results_dir == "results"

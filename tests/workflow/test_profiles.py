@@ -194,3 +194,12 @@ def test_the_default_profile_overrides_nothing(profile):
     )
     assert not set(default) & set(keys)
     assert (ROOT / profile).resolve() == ROOT / "profiles" / profile
+
+
+def test_no_profile_starts_a_solver():
+    """The default profile overrides the others; a study hung on the process of the solver after SIGTERM."""
+    given = {
+        path.parent.name: [line for line in path.read_text().splitlines() if line.startswith("scheduler:")]
+        for path in (ROOT / "profiles").glob("*/config.yaml")
+    }
+    assert given == {"default": ["scheduler: greedy"], "a100": [], "ascend": [], "workstation": []}

@@ -301,6 +301,7 @@ def disturb(run):
     seen.append(wait_for("training after the time limit", lambda: run.training(seen)))
 
     # Ctrl-C: Snakemake cancels its jobs and ends.
+    os.kill(run.trainer(), signal.SIGSTOP)  # so that it is not done before; Slurm wakes it before it ends it
     run.process.send_signal(signal.SIGINT)
     assert run.end() != 0
     wait_for("an empty queue", lambda: not run.jobs("train"))

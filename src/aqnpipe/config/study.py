@@ -45,11 +45,13 @@ CHECKPOINTS: Literal["checkpoints"] = "checkpoints"
 _MOST_STEPS = 10_000_000
 _MOST_EVALUATIONS = 1_000_000
 
-
 _PROJECT_FOLDERS = frozenset(("config", "profiles", "src", "workflow"))
-_SYSTEM_FOLDERS = frozenset(("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "usr"))
-_SHARED_FOLDERS = frozenset(("home", "media", "mnt", "opt", "srv", "tmp", "var"))
-"""Folders at the root that others have theirs in: results may be in them, but they are no folder of results."""
+_CLONE_FOLDERS = _PROJECT_FOLDERS | {"benchmarks", "containers", "docs", "examples", "tests"}
+"""Folders of the project in a clone; in any other folder those that are not in `_PROJECT_FOLDERS` are the user's."""
+_OF_VAR = tuple(f"var/{name}" for name in ("backups", "cache", "lib", "local", "lock", "log", "mail", "opt", "spool"))
+_SYSTEM_FOLDERS = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "usr", *_OF_VAR)
+_SHARED_FOLDERS = ("home", "media", "mnt", "opt", "opt/*", "srv", "tmp", "var", "var/tmp")
+"""Folders that others have theirs in: results may be in them, but they are no folder of results."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a disk in memory, where results may be
 
 
@@ -109,20 +111,20 @@ class _SharedSettings(FrozenModel):
 
     @model_validator(mode="after")
     def _results_stay_here(self) -> Self:
-        parts = Path(self.results_dir).parts
-        if ".." in parts:
+        if ".." in Path(self.results_dir).parts:
             raise ValueError(
                 f"results_dir: found {self.results_dir!r}, expected a folder below this one or an absolute path"
             )
         # Jobs delete their outputs before they run.
         target, here = Path(self.results_dir).resolve(), Path.cwd().resolve()
-        is_here = target.is_relative_to(here)
-        is_free = is_here or (target.is_relative_to(_SHARED_MEMORY) and target != _SHARED_MEMORY)
-        is_of_system = not is_free and not _SYSTEM_FOLDERS.isdisjoint(target.parts[1:2])
-        is_of_project = is_here and (target == here or target.relative_to(here).parts[0] in _PROJECT_FOLDERS)
-        is_shared = len(target.parts) < 3 and _SHARED_FOLDERS.issuperset(target.parts[1:])
-        holds_home = Path(os.path.expanduser("~")).resolve().is_relative_to(target)
-        if is_of_project or is_of_system or is_shared or holds_home:
+        home = Path(os.path.expanduser("~")).resolve()
+        # A working directory or a home may be in a folder of the system, as /usr/src/app in many containers.
+        is_free = any(folder.name and folder in target.parents for folder in (here, home, _SHARED_MEMORY))
+        is_of_system = not is_free and any(target.is_relative_to(f"/{folder}") for folder in _SYSTEM_FOLDERS)
+        folders = _CLONE_FOLDERS if (here / "src" / "aqnpipe").is_dir() else _PROJECT_FOLDERS
+        is_of_project = target == here or any(target.is_relative_to(here / folder) for folder in folders)
+        is_shared = not is_free and any(target.match(f"/{folder}") for folder in _SHARED_FOLDERS)
+        if is_of_project or is_of_system or is_shared or home.is_relative_to(target):
             owner = "project" if is_of_project else "system" if is_of_system else "machine or its user"
             raise ValueError(f"results_dir: found {self.results_dir!r}, a folder of the {owner}, expected another one")
         return self

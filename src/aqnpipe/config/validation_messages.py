@@ -16,9 +16,7 @@ _LISTED = ", expected one of "
 
 IDENTIFIER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 FOLDER_PATTERN = r"^/?[A-Za-z0-9_]([\w ./+@-]*[\w./+@-])?$"
-
 FUNCTION_PATTERN = r"^([^:]*/)?[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
-
 GRES_PATTERN = r"^[A-Za-z_]\w*(:([A-Za-z_][\w.]?|[\w.]{3,}))?$"
 DURATION_PATTERN = r"^[1-9]\d*[mhdw]$"
 PARTITION_PATTERN = r"^[^\s,]+(,[^\s,]+)*$"
