@@ -45,7 +45,7 @@ OPERATOR_COLUMNS: dict[str, type[pl.DataType]] = {
 }
 """One operator per row, in the order in which they ran.
 
-strict, loose, reduced: largest error as a multiple of the bounds in parity/expected.py. algorithms: JSON, the share of
+strict, loose, reduced: largest error as a multiple of the bounds in parity/forms.py. algorithms: JSON, the share of
 elements that each known algorithm gives bit for bit. is_linked: nothing computes between the operators before and this
 one that was not there on random weights. mean to sha256 are of the recorded results.
 """

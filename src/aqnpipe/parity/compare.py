@@ -23,7 +23,7 @@ from aqnpipe.config.measured_noise import ATTENTION, ErrorFigures, is_norm
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.models.loading import unreadable
 from aqnpipe.parity.capture_file import Capture
-from aqnpipe.parity.expected import ulps
+from aqnpipe.parity.forms import ulps
 from aqnpipe.parity.recorder import sampled_channels
 
 _CLEARLY = 0.01

@@ -17,18 +17,12 @@ from aqnpipe.parity.forms import EmbeddingForm, LinearForm
 from aqnpipe.parity.identity import Share
 
 
-def whole(values: Tensor, shard: Shard | None) -> Tensor:
-    """Return rows [rows, width] of all workers' `values` [rows, ...]; those of one that has all of them as they are."""
-    if shard is None:
-        return values
+def gather(own: Tensor) -> Tensor:
+    """Return the columns [rows, width] of all workers behind each other, in the order of their ranks."""
     from vllm.distributed import tensor_model_parallel_all_gather
 
-    return shard.whole(tensor_model_parallel_all_gather(values.flatten(1).contiguous()))
-
-
-def own_share(values: Tensor, shard: Shard | None, like: Tensor) -> Tensor:
-    """Return what this worker has of whole `values`, in the shape of `like`."""
-    return values if shard is None else shard.of(values.flatten(1)).reshape(like.shape)
+    found: Tensor = tensor_model_parallel_all_gather(own.contiguous())
+    return found
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class SharedLinearForm(LinearForm):
             bias = None if self.bias is None else _rows(self.bias[:, None], channels, self.output_shard)[:, 0]
             return _rows(self.weight, channels, self.output_shard), bias
         weight, bias = super().rows(channels)
-        return whole(weight, self.input_shard), bias
+        return weight if self.input_shard is None else self.input_shard.whole(gather(weight)), bias
 
 
 @dataclass(frozen=True)
