@@ -72,8 +72,9 @@ class ModelTaps(Taps):
         ]
         _refuse_unmapped(model, known)
         paths = {module: path for path, module in model.named_modules()}
-        for module in norms_outside_layers(model).values():
-            self.watch(module, self.operator(paths[module].rsplit(".", 1)[-1], norm_form(module)))
+        for name, module in norms_outside_layers(model).items():
+            kind = paths[module].rsplit(".", 1)[-1]
+            self.watch(module, self.operator(kind, norm_form(module), name=name))
         head = output_projection(model)
         self.watch(head, self.operator("lm_head", _linear_form(head), is_wide=True))
 

@@ -94,9 +94,10 @@ class Taps:
         """Return a tensor of the engine as a view [batch, columns, ...]."""
         return tensor
 
-    def operator(self, kind: str, form: Form, layer: int | None = None, **facts: Any) -> Operator:
+    def operator(self, kind: str, form: Form, layer: int | None = None, *, name: str = "", **facts: Any) -> Operator:
         """Return an operator of the model, of a layer or outside of them."""
-        found = Operator(kind if layer is None else f"layers.{layer}.{kind}", kind, layer, form, **facts)
+        usual = kind if layer is None else f"layers.{layer}.{kind}"
+        found = Operator(name or usual, kind, layer, form, **facts)
         self.operators.append(found)
         return found
 
