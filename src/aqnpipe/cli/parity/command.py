@@ -8,7 +8,7 @@ import typer
 
 from aqnpipe.artifacts.parities import WITHIN_ROUNDING, Backend, CaptureIdentity
 from aqnpipe.cli.options import check_writable, console_of, find_model, given_options, load
-from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, parse_side, refuse_unused, token_ids, validated
+from aqnpipe.cli.parity.running import folder_of, make_capture, parse_side, refuse_unused, token_ids, validated
 from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.errors import ConfigError
@@ -65,9 +65,9 @@ def capture(
         "capture",
         {"backend": backend, "dtype": dtype, "attention": attention, "device": device, "batch_size": batch_size}
         | {"padding": padding, "decode": decode, "threads": threads}
-        | {"tensor_parallel": tensor_parallel, "batch_invariant": batch_invariant},
+        | {"tensor_parallel": tensor_parallel, "batch_invariant": batch_invariant}
+        | {"max_bytes": max_megabytes * 1_000_000, "max_rows": rows},
     )
-    bounds = Bounds(max_megabytes, rows)
     other = None if replay is None else read_capture(replay)
     if other is None:
         ids = token_ids(data, folder_of(model), sequences, tokens, seed)
@@ -76,7 +76,7 @@ def capture(
         _refuse_other_model(model, other.identity)
         ids = other.sequences
     with console_of(stderr=True).status("capturing"):
-        found = write_capture(output, make_capture(model, side, ids, bounds, other))
+        found = write_capture(output, make_capture(model, side, ids, other))
     identity = found.identity
     typer.echo(
         f"{identity.model}, {identity.setting}: {len(found.operators)} operators on {found.sample.num_rows} of "
@@ -191,11 +191,12 @@ def _live(
 ) -> "tuple[Capture, Capture]":
     from aqnpipe.parity.capture_file import seal
 
-    sides, bounds = (parse_side("--first", first), parse_side("--second", second)), Bounds(200, 256)
+    sides = parse_side("--first", first), parse_side("--second", second)
     ids = token_ids(data, folder_of(model), sequences, tokens, 0)
-    one, _ = seal(make_capture(model, sides[0], ids, bounds))
+    one, _ = seal(make_capture(model, sides[0], ids))
     # The second has the results of the first beside its own.
-    other, _ = seal(make_capture(model, sides[1], ids, Bounds(10 * bounds.max_megabytes, bounds.rows), one))
+    larger = sides[1].model_copy(update={"max_bytes": 10 * sides[1].max_bytes})
+    other, _ = seal(make_capture(model, larger, ids, one))
     return one, other
 
 

@@ -156,7 +156,7 @@ def capture_vllm(
             device=device,
             threads=config.threads,
             worker_extension=WORKER_EXTENSION,
-            batch_invariant=config.batch_invariant,
+            batch_invariant=bool(config.batch_invariant),
             tensor_parallel=config.tensor_parallel,
         ) as engine,
     ):
