@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import polars as pl
 from torch import Tensor
@@ -26,6 +26,19 @@ _SHARE_OF_LIMIT = 0.95
 Scores = dict[tuple[int, int], Score]
 
 
+class Pass(NamedTuple):
+    """A pass over all tokens of `sequences`, the last `num_decoded` of each decoded.
+
+    `fed`: results that are put in the place of the operators' own. `judges`: see `Recorder`.
+    """
+
+    sequences: Sequence[Sequence[int]]
+    num_decoded: int
+    sample: Sample
+    fed: Mapping[str, Tensor] | None = None
+    judges: bool = True
+
+
 class Engine(Protocol):
     """What runs a model of `num_layers` layers for a capture."""
 
@@ -34,19 +47,8 @@ class Engine(Protocol):
     def prove(self) -> Recording:
         """Return what random weights give in some layers, 0 among them; ModelError if operators cannot be mapped."""
 
-    def run(
-        self,
-        sequences: Sequence[Sequence[int]],
-        num_decoded: int,
-        sample: Sample,
-        fed: Mapping[str, Tensor] | None,
-        *,
-        judges: bool,
-    ) -> tuple[Recording, Scores]:
-        """Return what was recorded of the sample, and the scores of all tokens, the last `num_decoded` of each decoded.
-
-        `fed`: results that are put in the place of the operators' own.
-        """
+    def run(self, asked: Pass) -> tuple[Recording, Scores]:
+        """Return what was recorded of the sample, and the scores of all tokens."""
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of a capture's identity that the engine decides."""
@@ -83,19 +85,11 @@ class _Transformers:
         self._interleaved, proven = prove(self._model)
         return proven
 
-    def run(
-        self,
-        sequences: Sequence[Sequence[int]],
-        num_decoded: int,
-        sample: Sample,
-        fed: Mapping[str, Tensor] | None,
-        *,
-        judges: bool,
-    ) -> tuple[Recording, Scores]:
+    def run(self, asked: Pass) -> tuple[Recording, Scores]:
         """See `Engine`."""
-        recorder = Recorder(sample, edit=None if fed is None else replaying(fed), judges=judges)
+        recorder = Recorder(asked.sample, edit=None if asked.fed is None else replaying(asked.fed), judges=asked.judges)
         runner = Runner(self._model, self._interleaved, self._config.batch_size, self._config.padding)
-        scores = runner.run(sequences, num_decoded, recorder)
+        scores = runner.run(asked.sequences, asked.num_decoded, recorder)
         return recorder.finish(), scores
 
     def facts(self) -> dict[str, Any]:
@@ -127,11 +121,12 @@ def captured(
     proven = engine.prove()
     sample = sample_that_fits(proven, engine.num_layers, config, sequences, replay)
     started = time.monotonic()
-    own, scores = engine.run(sequences, config.num_decoded, sample, None, judges=fed is None)
+    asked = Pass(sequences, config.num_decoded, sample, judges=fed is None)
+    own, scores = engine.run(asked)
     judged, replay_scores = own, Scores()
     if fed is not None:
         used = sequences[: -(-len(sample.lengths) // config.batch_size) * config.batch_size]
-        judged, replay_scores = engine.run(used, config.num_decoded, sample, fed, judges=True)
+        judged, replay_scores = engine.run(asked._replace(sequences=used, fed=fed, judges=True))
     seconds = round(time.monotonic() - started, 3)
     num_scored = sum(len(ids) - 1 for ids in sequences)
     if len(scores) != num_scored:

@@ -60,7 +60,7 @@ class Substitutions:
         passes = len(self._different_kinds()) + _MAX_TOGETHER + 1
         # All passes together cost about as much as one over all tokens.
         most = max(_MIN_TOKENS, sides.first.identity.num_tokens // passes)
-        self._sample = choose_sample(_shared_lengths(sides), most)
+        self._sample = choose_sample(sides.shared.lengths, most)
         self._cut = [tuple(sequences[number][:length]) for number, length in enumerate(self._sample.lengths)]
         self._runner = Runner(model, prove(model)[0], _BATCH_SIZE, "right")
         self._target, self._head = _token_differences(sides, self._sample)
@@ -100,11 +100,6 @@ class Substitutions:
     def _row(self, kinds: Sequence[str], change: Tensor) -> SubstitutedKind:
         left, whole = float((self._target - change).square().sum()), float(self._target.square().sum())
         return SubstitutedKind(kinds=tuple(kinds), rms=_rms(change), explained=1 - left / whole if whole > 0 else None)
-
-
-def _shared_lengths(sides: Sides) -> list[int]:
-    lengths = zip(sides.first.sample.lengths, sides.second.sample.lengths, strict=False)
-    return [min(pair) for pair in lengths]
 
 
 def _operator_errors(sides: Sides) -> dict[str, Tensor]:

@@ -51,6 +51,16 @@ class Sample:
             return None
         return sum(self.lengths[:sequence]) + position
 
+    def shared(self, other: "Sample") -> "Sample":
+        """Return the tokens that both samples have."""
+        pairs = zip(self.lengths, other.lengths, strict=False)
+        return Sample(tuple(min(pair) for pair in pairs))
+
+    def rows_of(self, part: "Sample") -> Tensor:
+        """Return the rows of the tokens of another sample, all of which are in this one."""
+        starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        return torch.cat([start + torch.arange(length) for start, length in zip(starts, part.lengths, strict=False)])
+
     def places(self, tokens: Iterable[Token]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the recorded ones of the tokens of a call: rows and columns of the batch, and rows of the sample."""
         found = [

@@ -73,7 +73,7 @@ def capture(
         ids = token_ids(data, folder_of(model), sequences, tokens, seed)
     else:
         _refuse_token_options(given)
-        _refuse_other_model(model, other.identity)
+        _refuse_other_model("capture", model, other.identity)
         ids = other.sequences
     with console_of(stderr=True).status("capturing"):
         found = write_capture(output, make_capture(model, side, ids, other))
@@ -96,16 +96,16 @@ def _refuse_token_options(given: Sequence[str]) -> None:
             )
 
 
-def _refuse_other_model(model: str, identity: CaptureIdentity) -> None:
-    """Raise ConfigError before any work if the model is not the one of the replayed capture."""
+def _refuse_other_model(option: str, model: str, identity: CaptureIdentity) -> None:
+    """Raise ConfigError before any work if the model is not the one of a capture."""
     from aqnpipe.parity.identity import model_facts
 
     facts = model_facts(folder_of(model), model)
     for name, what in (("weights_sha256", "weights"), ("tokenizer_sha256", "tokenizer")):
         if facts[name] != getattr(identity, name):
             raise ConfigError(
-                f"--replay: its {what} have SHA-256 {str(getattr(identity, name))[:12]} ({identity.model}), those of "
-                f"{model} {str(facts[name])[:12]}; expected the same model"
+                f"{option} {model}: its {what} have SHA-256 {str(facts[name])[:12]}, those of the capture "
+                f"{str(getattr(identity, name))[:12]} ({identity.model}); expected the same model"
             )
 
 
@@ -204,16 +204,10 @@ def _substituted(model: str, sides: "Sides", threads: int) -> "Substitution":
     import torch
 
     from aqnpipe.parity.effects import Substitutions
-    from aqnpipe.parity.identity import model_facts
 
     identity = sides.first.identity
+    _refuse_other_model("--model", model, identity)
     attention: Attention = "sdpa" if identity.attention == "sdpa" else "eager"
     source = find_model(model, identity.dtype, attention, random_weights=False)
-    found = model_facts(source.folder, model)["weights_sha256"]
-    if found != identity.weights_sha256:
-        raise ConfigError(
-            f"--model {model}: its weights have SHA-256 {found[:12]}, expected those of the captures, "
-            f"{identity.weights_sha256[:12]}"
-        )
     torch.set_num_threads(threads)
     return Substitutions(load(source, torch.device("cpu"), 0), sides, threads).measured()

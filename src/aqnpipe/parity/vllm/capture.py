@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from aqnpipe.config.model import read_model_config
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.generation.vllm.engine import VllmEngine
-from aqnpipe.parity.capture import Scores, captured, check_sequences, replay_values
+from aqnpipe.parity.capture import Pass, Scores, captured, check_sequences, replay_values
 from aqnpipe.parity.capture_file import Capture
 from aqnpipe.parity.identity import machine_facts
 from aqnpipe.parity.recorder import Recording
-from aqnpipe.parity.sample import Sample, choose_sample
+from aqnpipe.parity.sample import choose_sample
 from aqnpipe.parity.vllm.tokens import SEQUENCE
 from aqnpipe.seeding import keyed_generator
 
@@ -44,21 +44,14 @@ class EngineCapture:
         described = read_model_config(folder)
         self.num_layers, self._vocabulary = int(described["num_hidden_layers"]), int(described["vocab_size"])
 
-    def run(
-        self,
-        sequences: Sequence[Sequence[int]],
-        num_decoded: int,
-        sample: Sample,
-        fed: Mapping[str, Tensor] | None,
-        *,
-        judges: bool,
-    ) -> tuple[Recording, Scores]:
+    def run(self, asked: Pass) -> tuple[Recording, Scores]:
         """See `Engine`. Raises ModelError unless vLLM ran exactly these tokens."""
-        ids, values, target = [list(row) for row in sequences], None, self._scratch / "recorded.safetensors"
-        if fed is not None:
+        ids, values, target = [list(row) for row in asked.sequences], None, self._scratch / "recorded.safetensors"
+        if asked.fed is not None:
             values = str(self._scratch / "replay.safetensors")
-            save_file({name: tensor.contiguous() for name, tensor in fed.items()}, values)
-        self._running.call_workers("aqnpipe_begin_capture", ids, num_decoded, list(sample.lengths), values, judges)
+            save_file({name: tensor.contiguous() for name, tensor in asked.fed.items()}, values)
+        lengths, num_decoded = list(asked.sample.lengths), asked.num_decoded
+        self._running.call_workers("aqnpipe_begin_capture", ids, num_decoded, lengths, values, asked.judges)
         for first in range(0, len(ids), self._config.batch_size):
             self._read(ids[first : first + self._config.batch_size], num_decoded, first)
         reply, *others = self._running.call_workers("aqnpipe_end_capture", str(target))
@@ -99,7 +92,7 @@ class EngineCapture:
         sequences = torch.randint(self._vocabulary, shape, generator=generator).tolist()
         sample = choose_sample([_PROOF_TOKENS] * 2, 2 * _PROOF_TOKENS)
         num_decoded = min(self._config.num_decoded, _PROOF_DECODED)
-        recording, _ = self.run(sequences, num_decoded, sample, None, judges=True)
+        recording, _ = self.run(Pass(sequences, num_decoded, sample))
         self._running.call_workers("aqnpipe_load_for_capture", str(self._folder))
         shutil.rmtree(random)
         for name, row in recording.operators.items():
