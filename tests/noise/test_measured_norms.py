@@ -22,8 +22,6 @@ from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.parity.mapping import ModelTaps
-from aqnpipe.parity.recorder import Recorder
-from aqnpipe.parity.sample import Sample
 
 
 def without_norms(error):
@@ -73,7 +71,7 @@ def test_norms_of_other_architectures_have_it(architecture, num_norms):
     model = random_model_of(architecture) if rms else random_layer_norm_model_of(architecture)
     operators = [
         one.name
-        for one in ModelTaps(model, Recorder(Sample((1,)))).operators
+        for one in ModelTaps(model).operators
         if is_product(one.kind) or is_norm(one.kind)
     ]
     figures = {name: ErrorFigures(bias=0.001, gain=0.01, per_result=0.02) for name in operators}

@@ -40,12 +40,13 @@ class Pass(NamedTuple):
 
 
 class Engine(Protocol):
-    """What runs a model of `num_layers` layers for a capture."""
+    """What runs a model of `num_layers` layers for a capture.
+
+    `proven`: what random weights gave in some layers, 0 among them, where every operator was what its name says.
+    """
 
     num_layers: int
-
-    def prove(self) -> Recording:
-        """Return what random weights give in some layers, 0 among them; ModelError if operators cannot be mapped."""
+    proven: Recording
 
     def run(self, asked: Pass) -> tuple[Recording, Scores]:
         """Return what was recorded of the sample, and the scores of all tokens."""
@@ -78,18 +79,13 @@ class _Transformers:
         self._model, self._config = model, config
         self.num_layers = len(decoder_layers(model))
         self._compared, self._stale = compare_with_files(model.state_dict(), folder)
-        self._interleaved = False
-
-    def prove(self) -> Recording:
-        """See `Engine`."""
-        self._interleaved, proven = prove(self._model)
-        return proven
+        interleaved, self.proven = prove(model)
+        self._runner = Runner(model, config.batch_size, config.padding, interleaved=interleaved)
 
     def run(self, asked: Pass) -> tuple[Recording, Scores]:
         """See `Engine`."""
         recorder = Recorder(asked.sample, edit=None if asked.fed is None else replaying(asked.fed), judges=asked.judges)
-        runner = Runner(self._model, self._interleaved, self._config.batch_size, self._config.padding)
-        scores = runner.run(asked.sequences, asked.num_decoded, recorder)
+        scores = self._runner.run(asked.sequences, asked.num_decoded, recorder)
         return recorder.finish(), scores
 
     def facts(self) -> dict[str, Any]:
@@ -118,7 +114,7 @@ def captured(
 
     Raises ModelError if tokens have no score, or if no parameter of the model was found in its files.
     """
-    proven = engine.prove()
+    proven = engine.proven
     sample = sample_that_fits(proven, engine.num_layers, config, sequences, replay)
     started = time.monotonic()
     asked = Pass(sequences, config.num_decoded, sample, judges=fed is None)

@@ -1,7 +1,7 @@
 """Effect of the differences of operators on log-probabilities, and the operators that explain it."""
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
@@ -22,7 +22,13 @@ _MAX_TOGETHER = 5
 _MIN_TOKENS = 32
 """Tokens on which operators are substituted, at least."""
 
-_BATCH_SIZE = 8
+_SHORTEST_CUT = 16
+"""Tokens of a sequence that is cut short, at least, where others are enough: few at once cost more each."""
+
+_TOKENS_AT_ONCE = 64
+"""Tokens of a batch of copies, at least: fewer cost more each."""
+
+Kinds = frozenset[str]
 
 
 def log_probability_differences(first: Capture, second: Capture) -> LogProbabilities:
@@ -48,8 +54,9 @@ def log_probability_differences(first: Capture, second: Capture) -> LogProbabili
 class Substitutions:
     """Runs the first side's model on the recorded tokens, with the second side's operators in place of its own.
 
-    Scores without substitution are taken in batches of the same shape, so that only the substituted operators make a
-    difference.
+    Each sequence runs in batches of several copies, one copy for each set of operators that is substituted: large
+    batches are cheaper by the token. Its scores without substitution are taken at the same place of a batch of the same
+    size, so that only the substituted operators make a difference.
     """
 
     def __init__(self, model: Any, sides: Sides, threads: int) -> None:
@@ -60,46 +67,81 @@ class Substitutions:
         passes = len(self._different_kinds()) + _MAX_TOGETHER + 1
         # All passes together cost about as much as one over all tokens.
         most = max(_MIN_TOKENS, sides.first.identity.num_tokens // passes)
-        self._sample = choose_sample(sides.shared.lengths, most)
-        self._cut = [tuple(sequences[number][:length]) for number, length in enumerate(self._sample.lengths)]
-        self._runner = Runner(model, prove(model)[0], _BATCH_SIZE, "right")
-        self._target, self._head = _token_differences(sides, self._sample)
-        self._unchanged = self.scores(frozenset())
+        sample = enough_of(choose_sample(sides.shared.lengths, most), sequences)
+        self._cut = [sequences[number][:length] for number, length in enumerate(sample.lengths)]
+        self._runner = Runner(model, _TOKENS_AT_ONCE, "right", interleaved=prove(model)[0])
+        self._target, self._head = _token_differences(sides, sample)
+        self._unchanged: dict[tuple[int, int], Tensor] = {}
 
     def measured(self) -> Substitution:
         """Return the effect of every kind of operator alone, and of several together, those with the largest first."""
         kinds = self._different_kinds()
-        changes = {kind: self._change([kind]) for kind in kinds}
+        changes = dict(zip(kinds, self.changes([frozenset({kind}) for kind in kinds]), strict=True))
         if bool(self._head.any()):
             changes[_LM_HEAD] = self._head
         order = sorted(changes, key=lambda kind: -_rms(changes[kind]))
         alone = tuple(self._row([kind], changes[kind]) for kind in order)
         groups = [order[:number] for number in range(2, min(_MAX_TOGETHER, len(order) - 1) + 1)]
         groups += [order] if len(order) > 1 else []
-        together = tuple(self._row(group, self._change(group)) for group in groups)
+        found = self.changes([frozenset(group) - {_LM_HEAD} for group in groups])
+        together = tuple(
+            self._row(group, change + (self._head if _LM_HEAD in group else 0.0))
+            for group, change in zip(groups, found, strict=True)
+        )
         return Substitution(num_tokens=len(self._target), rms=_rms(self._target), alone=alone, together=together)
 
     def _different_kinds(self) -> list[str]:
         return list(dict.fromkeys(self._kinds[name] for name, error in self._errors.items() if bool(error.any())))
 
-    def _change(self, kinds: Sequence[str]) -> Tensor:
-        """Return how the scores change with the second side's operators of these kinds."""
-        head = self._head if _LM_HEAD in kinds else 0.0
-        return self.scores(frozenset(kinds)) + head - self._unchanged
+    def changes(self, sets: Sequence[Kinds]) -> list[Tensor]:
+        """Return how the scores of all tokens but the first of each sequence change with each set of kinds substituted.
 
-    def scores(self, kinds: Set[str]) -> Tensor:
-        """Return the scores of all tokens but the first of each sequence, with operators of these kinds substituted."""
+        The output projection is none of these kinds.
+        """
+        parts: list[list[Tensor]] = [[] for _ in sets]
+        start = 0
+        for ids in self._cut:
+            rows = slice(start, start := start + len(ids))
+            copies = min(len(sets), math.ceil(_TOKENS_AT_ONCE / len(ids)))
+            # The first token of a sequence has no score.
+            if len(ids) < 2 or not sets:
+                continue
+            if (rows.start, copies) not in self._unchanged:
+                self._unchanged[rows.start, copies] = self._scores(ids, rows, [frozenset()] * copies)
+            for first in range(0, len(sets), copies):
+                stack = sets[first : first + copies]
+                filled = [*stack, *[frozenset[str]()] * (copies - len(stack))]
+                change = self._scores(ids, rows, filled) - self._unchanged[rows.start, copies]
+                for part, of_copy in zip(parts[first:], change[: len(stack)], strict=False):
+                    part.append(of_copy)
+        return [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in parts]
 
-        def edit(name: str, rows: Tensor, results: Tensor) -> Tensor | None:
-            error = self._errors.get(name) if self._kinds[name] in kinds else None
-            return None if error is None else (results.double() + error[rows].to(results.device)).to(results.dtype)
+    def _scores(self, ids: Sequence[int], rows: slice, stack: Sequence[Kinds]) -> Tensor:
+        """Return the scores [copies, tokens - 1] of copies of a sequence, each with its set of kinds substituted."""
 
-        found = self._runner.run(self._cut, 0, Recorder(self._sample, edit=edit, judges=False))
-        return torch.tensor([value for _, (value, _) in sorted(found.items())], dtype=torch.float64)
+        def edit(name: str, _: Tensor, results: Tensor) -> Tensor | None:
+            chosen = torch.tensor([self._kinds[name] in kinds for kinds in stack])
+            if name not in self._errors or not chosen.any():
+                return None
+            changed = results.clone().unflatten(0, (len(stack), -1))
+            changed[chosen] = (changed[chosen].double() + self._errors[name][rows].to(results.device)).to(results.dtype)
+            return changed.flatten(0, 1)
+
+        recorder = Recorder(Sample((len(ids),) * len(stack)), edit=edit, judges=False)
+        found = self._runner.run([ids] * len(stack), 0, recorder)
+        scores = [value for _, (value, _) in sorted(found.items())]
+        return torch.tensor(scores, dtype=torch.float64).reshape(len(stack), -1)
 
     def _row(self, kinds: Sequence[str], change: Tensor) -> SubstitutedKind:
         left, whole = float((self._target - change).square().sum()), float(self._target.square().sum())
         return SubstitutedKind(kinds=tuple(kinds), rms=_rms(change), explained=1 - left / whole if whole > 0 else None)
+
+
+def enough_of(sample: Sample, sequences: Sequence[Sequence[int]]) -> Sample:
+    """Return the sample without its last sequence, if only few tokens of it are left and the others are enough."""
+    *others, last = sample.lengths
+    is_cut = last < len(sequences[len(others)])
+    return Sample(tuple(others)) if is_cut and last < _SHORTEST_CUT and sum(others) >= _MIN_TOKENS else sample
 
 
 def _operator_errors(sides: Sides) -> dict[str, Tensor]:

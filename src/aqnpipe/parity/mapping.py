@@ -11,8 +11,7 @@ missing from the comparison.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +40,7 @@ from aqnpipe.parity.forms import (
     norm_form,
 )
 from aqnpipe.parity.recorder import Recorder, Recording
-from aqnpipe.parity.sample import Score, calls, choose_sample, score
+from aqnpipe.parity.sample import Padding, Score, calls, choose_sample, score
 from aqnpipe.parity.taps import RESIDUALS, Attention, Taps
 from aqnpipe.seeding import keyed_generator
 
@@ -56,15 +55,16 @@ _SPREAD = 0.3
 class ModelTaps(Taps):
     """The taps of a transformers model. Raises ModelError for models that it cannot describe."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, *, interleaved: bool = False) -> None:
-        super().__init__(recorder)
+    def __init__(self, model: nn.Module, *, interleaved: bool = False) -> None:
+        super().__init__()
         if is_mixture_of_experts(model):
             raise ModelError(f"{type(model).__name__}: a mixture of experts, whose operators parity does not map")
         self._attentions: dict[nn.Module, Attention] = {}
         self._residuals: list[Operator] | None = None
         self._depth = 0
         embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-        self.watch_embedding(embedding, EmbeddingForm(embedding.weight, float(getattr(embedding, "embed_scale", 1.0))))
+        form = EmbeddingForm(embedding.weight, float(getattr(embedding, "embed_scale", 1.0)))
+        self.watch(embedding, self.operator("embed_tokens", form))
         known = [
             parameter
             for index, layer in enumerate(decoder_layers(model))
@@ -249,29 +249,27 @@ def _refuse_unmapped(model: nn.Module, known: Sequence[nn.Parameter]) -> None:
         )
 
 
-@dataclass(frozen=True)
 class Runner:
     """A transformers model that runs batches; `interleaved`: see `RotaryForm`."""
 
-    model: Any
-    interleaved: bool
-    batch_size: int
-    padding: Literal["left", "right"]
+    def __init__(self, model: Any, batch_size: int, padding: Padding, *, interleaved: bool) -> None:
+        self._model, self._batch_size, self._padding = model, batch_size, padding
+        self.taps = ModelTaps(model, interleaved=interleaved)
 
     def run(
         self, sequences: Sequence[Sequence[int]], num_decoded: int, recorder: Recorder
     ) -> dict[tuple[int, int], Score]:
         """Run sequences; return the log-probability of every token but the first of each, and the best id."""
         scores: dict[tuple[int, int], Score] = {}
-        device = next(self.model.parameters()).device
-        pad_token = int(getattr(self.model.config, "pad_token_id", None) or 0)
-        with torch.no_grad(), ModelTaps(self.model, recorder, interleaved=self.interleaved):
-            for first in range(0, len(sequences), self.batch_size):
-                cache = DynamicCache(config=self.model.config)
-                batch = sequences[first : first + self.batch_size]
-                for call in calls(batch, first, self.padding, num_decoded, pad_token):
+        device = next(self._model.parameters()).device
+        pad_token = int(getattr(self._model.config, "pad_token_id", None) or 0)
+        with torch.no_grad(), self.taps.of(recorder):
+            for first in range(0, len(sequences), self._batch_size):
+                cache = DynamicCache(config=self._model.config)
+                batch = sequences[first : first + self._batch_size]
+                for call in calls(batch, first, self._padding, num_decoded, pad_token):
                     recorder.begin(call.token_ids.shape, call.tokens)
-                    logits = self.model(
+                    logits = self._model(
                         input_ids=call.token_ids.to(device),
                         attention_mask=None if call.mask is None else call.mask.to(device),
                         position_ids=call.positions.to(device),
@@ -330,10 +328,10 @@ def _recorded(model: Any, *, interleaved: bool) -> Recording:
     sequences = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
     sequences[1] = sequences[1][1:]
     recorder = Recorder(choose_sample([len(ids) for ids in sequences], 2 * _TOKENS))
-    Runner(model, interleaved, 2, "left").run(sequences, 2, recorder)
+    runner = Runner(model, 2, "left", interleaved=interleaved)
+    runner.run(sequences, 2, recorder)
     recording = recorder.finish()
-    operators = ModelTaps(model, recorder).operators
-    unseen = [operator.name for operator in operators if operator.name not in recording.operators]
+    unseen = [operator.name for operator in runner.taps.operators if operator.name not in recording.operators]
     if unseen:
         raise ModelError(
             f"{type(model).__name__}: parity did not see {', '.join(unseen[:3])} run ({len(unseen)} operators in all), "

@@ -93,8 +93,8 @@ class Recorder:
     """Sees the results of operators in their order. `begin` names the call that the next results belong to.
 
     `edit` replaces results after they were recorded, so the next operator gets the new ones as its input. Without
-    `judges`, no exact results are computed, and only sampled channels are kept. `gather` returns the columns of all
-    tensor-parallel workers for those of this one.
+    `judges`, no exact results are computed; only sampled channels are kept, and nothing where results are edited.
+    `gather` returns the columns of all tensor-parallel workers for those of this one.
     """
 
     def __init__(
@@ -133,7 +133,8 @@ class Recorder:
         if self.is_idle:
             return
         values, rows = self._rows(output, operator.shard), self._places[2]
-        self._record(operator, inputs, values)
+        if self._judges or self._edit is None:
+            self._record(operator, inputs, values)
         edited = None if self._edit is None else self._edit(operator.name, rows, values)
         if edited is not None:
             own = edited if operator.shard is None else operator.shard.of(edited)

@@ -16,6 +16,7 @@ from aqnpipe.errors import ModelError
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.parity.forms import ActivationForm, AttentionForm, Form, Operator, RotaryForm
 from aqnpipe.parity.recorder import Recorder, Result
+from aqnpipe.parity.sample import Sample
 
 RESIDUALS = ("attention_residual", "mlp_residual")
 
@@ -71,16 +72,21 @@ class Attention:
 
 
 class Taps:
-    """The taps of a model; a context manager within which they are in place.
+    """The taps of a model; `with taps.of(recorder)` puts them in place, by which the recorder sees the operators.
 
     `operators` are those that the model is expected to run.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self) -> None:
+        self.recorder = Recorder(Sample(()))
         self.operators: list[Operator] = []
         self.stack = ExitStack()
         self._hooks: list[Callable[[], Any]] = []
+
+    def of(self, recorder: Recorder) -> Self:
+        """Return these taps, as those of a recorder."""
+        self.recorder = recorder
+        return self
 
     def __enter__(self) -> Self:
         for register in self._hooks:
@@ -136,14 +142,6 @@ class Taps:
                 self.recorder.see(operator, [self.batched(args[0])], self.batched(part))
 
         self.after(module, hook)
-
-    def watch_embedding(self, module: nn.Module, form: Form) -> None:
-        """See the embedding of the tokens."""
-        operator = self.operator("embed_tokens", form)
-        self.after(
-            module,
-            lambda args, output: self.recorder.see(operator, [self.batched(args[0])[..., None]], self.batched(output)),
-        )
 
     def watch_activation(
         self, layer: int, form: ActivationForm, before: Sequence[str], down: nn.Module, shard: Shard | None = None

@@ -43,6 +43,7 @@ class EngineCapture:
         self._held = engine.call_workers("aqnpipe_compare_with_files", str(folder))
         described = read_model_config(folder)
         self.num_layers, self._vocabulary = int(described["num_hidden_layers"]), int(described["vocab_size"])
+        self.proven = self._prove()
 
     def run(self, asked: Pass) -> tuple[Recording, Scores]:
         """See `Engine`. Raises ModelError unless vLLM ran exactly these tokens."""
@@ -65,24 +66,14 @@ class EngineCapture:
         """Run a batch. The last token that vLLM chooses is not run, so there is one more than those to decode."""
         from vllm import SamplingParams
 
-        parameters = [
-            SamplingParams(
-                max_tokens=num_decoded + 1,
-                temperature=0.0,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={SEQUENCE: first + row},
-            )
-            for row in range(len(batch))
-        ]
-        prompts = [ids[: len(ids) - num_decoded] for ids in batch]
-        for ids, output in zip(batch, self._running.complete(prompts, parameters), strict=True):
-            chosen = list(output.outputs[0].token_ids)[:num_decoded]
-            if chosen != ids[len(ids) - num_decoded :]:
-                raise ModelError(f"vLLM decoded the ids {chosen[:4]}, expected {ids[len(ids) - num_decoded :][:4]}")
+        given = {"max_tokens": num_decoded + 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        numbers = range(first, first + len(batch))
+        parameters = [SamplingParams(**given, extra_args={SEQUENCE: number}) for number in numbers]
+        # The workers prove that each token is the given one.
+        self._running.complete([ids[: len(ids) - num_decoded] for ids in batch], parameters)
 
-    def prove(self) -> Recording:
-        """See `Engine`: load random weights, compare every operator with its form, and load the weights again."""
+    def _prove(self) -> Recording:
+        """Load random weights, compare every operator with its form, and load the weights again; see `Engine`."""
         generator, random = keyed_generator("cpu", 0, "parity.proof"), self._scratch / "random"
         random.mkdir()
         for path in sorted(self._folder.glob("*.safetensors")):

@@ -17,7 +17,7 @@ from aqnpipe.generation.vllm.linears import Linear
 from aqnpipe.generation.vllm.modules import EngineLayer, EngineModel
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.parity.forms import ActivationForm, AttentionForm, Operator, RotaryForm, SumForm, norm_form
-from aqnpipe.parity.recorder import Recorder, Result
+from aqnpipe.parity.recorder import Result
 from aqnpipe.parity.sample import Token
 from aqnpipe.parity.taps import RESIDUALS, Attention, Taps
 from aqnpipe.parity.vllm.shares import embedding_form, linear_form
@@ -25,7 +25,7 @@ from aqnpipe.parity.vllm.tokens import GivenTokens, Place
 
 
 class EngineTaps(Taps):
-    """The taps of vLLM's model, by which `recorder` sees the `given` tokens and no others.
+    """The taps of vLLM's model, by which the recorder sees the `given` tokens and no others.
 
     `requests` returns those of the present pass, as sequence and number of tokens. `score` gets the logits of all
     tokens of a pass and the tokens.
@@ -34,12 +34,11 @@ class EngineTaps(Taps):
     def __init__(
         self,
         engine: EngineModel,
-        recorder: Recorder,
         given: GivenTokens,
         requests: Callable[[], list[Place]],
         score: Callable[[Tensor, list[Token]], None],
     ) -> None:
-        super().__init__(recorder)
+        super().__init__()
         if engine.out_of_reach:
             raise ModelError(f"parity does not map {', '.join(engine.out_of_reach[:3])} of vLLM's model")
         self._engine, self._score, self._given, self._requests = engine, score, given, requests
@@ -52,7 +51,7 @@ class EngineTaps(Taps):
         self._hooks.append(lambda: model.register_forward_hook(self._leave_model))
         self._hooks.append(lambda: engine.logits[0].register_forward_hook(self._choose_given))
         embedding = next(module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] == "embed_tokens")
-        self.watch_embedding(embedding, embedding_form(embedding))
+        self.watch(embedding, self.operator("embed_tokens", embedding_form(embedding)))
         for index, layer in enumerate(engine.layers):
             self._add_layer(index, layer)
         inside = {module for layer in engine.layers for module in layer.module.modules()}

@@ -63,13 +63,9 @@ class CaptureExtension(NoiseExtension):
         self._aqnpipe_given = given = GivenTokens(sequences, num_decoded)
         try:
             requests_of(self.model_runner)
-            self._aqnpipe_taps = EngineTaps(
-                EngineModel(self.get_model()),
-                self._aqnpipe_recorder,
-                given,
-                lambda: requests_of(self.model_runner),
-                keep,
-            ).__enter__()
+            engine = EngineModel(self.get_model())
+            self._aqnpipe_taps = EngineTaps(engine, given, lambda: requests_of(self.model_runner), keep)
+            self._aqnpipe_taps.of(self._aqnpipe_recorder).__enter__()
         except AqnpipeError as error:
             return {"model_error": str(error)}
         return {}
