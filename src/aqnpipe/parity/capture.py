@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import polars as pl
+import torch
 from torch import Tensor
 
 from aqnpipe.artifacts.parities import CaptureConfig, CaptureIdentity
@@ -63,13 +64,18 @@ def capture(
     config: CaptureConfig,
     replay: Capture | None = None,
 ) -> Capture:
-    """Return the capture of a loaded transformers model, whose files are in `folder`.
+    """Return the capture of a loaded transformers model, whose files are in `folder`, with `config.threads`.
 
     Raises ModelError if its operators cannot be mapped, ConfigError if not one token fits into `config.max_bytes`.
     """
     check_sequences(sequences, config, int(model.config.vocab_size))
     fed = None if replay is None else replay_values(replay)
-    return captured(_Transformers(model, folder, config), folder, source, sequences, config, replay, fed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    try:
+        return captured(_Transformers(model, folder, config), folder, source, sequences, config, replay, fed)
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Transformers:

@@ -155,20 +155,17 @@ def _operator_errors(sides: Sides) -> dict[str, Tensor]:
 
 def _token_differences(sides: Sides, sample: Sample) -> tuple[Tensor, Tensor]:
     """Return the differences of the scores of the sample's tokens, in order, and the output projection's part."""
+    lengths = pl.DataFrame({"sequence": range(len(sample.lengths)), "length": sample.lengths})
     both = (
         sides.first.tokens.join(sides.second.tokens, on=["sequence", "position"], suffix="_second")
-        .filter(pl.col("position") >= 1)
+        .join(lengths, on="sequence")
+        .filter((pl.col("position") >= 1) & (pl.col("position") < pl.col("length")))
         # Joining keeps no order, and scores come by sequence and position.
         .sort("sequence", "position")
     )
-    target, head = [], []
-    columns = ("sequence", "position", "log_probability", "log_probability_second", "replayed_log_probability_second")
-    for sequence, position, one, other, replayed in both.select(columns).iter_rows():
-        if sample.row(sequence, position) is None:
-            continue
-        target.append(other - one)
-        head.append(0.0 if replayed is None else replayed - one)
-    return torch.tensor(target, dtype=torch.float64), torch.tensor(head, dtype=torch.float64)
+    target = both["log_probability_second"] - both["log_probability"]
+    head = (both["replayed_log_probability_second"] - both["log_probability"]).fill_null(0.0)
+    return target.to_torch(), head.to_torch()
 
 
 def _rms(values: Tensor) -> float:

@@ -9,7 +9,7 @@ missing from the comparison.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -60,17 +60,14 @@ class ModelTaps(Taps):
         if is_mixture_of_experts(model):
             raise ModelError(f"{type(model).__name__}: a mixture of experts, whose operators parity does not map")
         self._attentions: dict[nn.Module, Attention] = {}
-        self._residuals: list[Operator] | None = None
-        self._depth = 0
+        # Of each module that runs: the sums that it is still to make, of a layer; None for modules in it.
+        self._additions: list[list[Operator] | None] = []
         embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
         form = EmbeddingForm(embedding.weight, float(getattr(embedding, "embed_scale", 1.0)))
         self.watch(embedding, self.operator("embed_tokens", form))
-        known = [
-            parameter
-            for index, layer in enumerate(decoder_layers(model))
-            for parameter in self._add_layer(model, layer, index, interleaved=interleaved)
-        ]
-        _refuse_unmapped(model, known)
+        for index, layer in enumerate(decoder_layers(model)):
+            self._add_layer(model, layer, index, interleaved=interleaved)
+        _refuse_unmapped(model, self.watched)
         paths = {module: path for path, module in model.named_modules()}
         for name, module in norms_outside_layers(model).items():
             kind = paths[module].rsplit(".", 1)[-1]
@@ -89,8 +86,7 @@ class ModelTaps(Taps):
         is_moved = tensor.dim() == 4 and tensor.shape[1] != self.recorder.num_columns
         return tensor.transpose(1, 2) if is_moved else tensor
 
-    def _add_layer(self, model: nn.Module, layer: nn.Module, index: int, *, interleaved: bool) -> list[nn.Parameter]:
-        """Watch a decoder layer and return the parameters of its operators."""
+    def _add_layer(self, model: nn.Module, layer: nn.Module, index: int, *, interleaved: bool) -> None:
         sites = layer_sites(layer)
         if sites.adapted:
             raise ModelError("parity: the model has adapters beside its weights; expected them merged into the weights")
@@ -108,37 +104,24 @@ class ModelTaps(Taps):
         form = _activation_form(model, [branch[name] for name in before], branch[down])
         self.watch_activation(index, form, before, branch[down])
         residuals = [self.operator(kind, SumForm(), index) for kind in RESIDUALS]
-        self.before(layer, lambda *_: self._enter_layer(residuals))
-        self.after(layer, lambda *_: self._leave_layer())
+        self.before(layer, lambda *_: self._additions.append(list(residuals)))
+        self.after(layer, lambda *_: self._additions.pop())
         for child in layer.children():
-            self.before(child, lambda *_: self._step(1))
-            self.after(child, lambda *_: self._step(-1))
-        return [
-            parameter
-            for module in (*sites.linears.values(), *sites.norms.values())
-            for parameter in module.parameters()
-        ]
-
-    def _enter_layer(self, residuals: list[Operator]) -> None:
-        self._residuals, self._depth = list(residuals), 0
-
-    def _leave_layer(self) -> None:
-        self._residuals = None
-
-    def _step(self, change: int) -> None:
-        self._depth += change
+            self.before(child, lambda *_: self._additions.append(None))
+            self.after(child, lambda *_: self._additions.pop())
 
     def _see_addition(self, name: str, addends: Sequence[Tensor], output: Tensor) -> None:
         """See an addition of a layer itself, outside of its modules: the residual stream."""
-        if self._residuals is None or self._depth or self.recorder.is_idle:
+        left = self._additions[-1] if self._additions else None
+        if left is None:
             return
-        if not self._residuals:
+        if not left:
             raise ModelError(
                 f"parity: a layer of this model adds more than {len(RESIDUALS)} times, expected two branches"
             )
         if name in ("add_", "__iadd__"):
             raise ModelError("parity: the layers of this model add in place, so the inputs of the sum are lost")
-        self.recorder.see(self._residuals.pop(0), addends, output)
+        self.recorder.see(left.pop(0), addends, output)
 
 
 class _Additions(TorchFunctionMode):
@@ -234,9 +217,9 @@ def _rotary_form(model: Any, attention: nn.Module, index: int, *, interleaved: b
     return RotaryForm(frequencies, scaling, int(head_dim), interleaved)
 
 
-def _refuse_unmapped(model: nn.Module, known: Sequence[nn.Parameter]) -> None:
-    """Raise ModelError if a layer has parameters that belong to no mapped operator."""
-    mapped = {id(parameter) for parameter in known}
+def _refuse_unmapped(model: nn.Module, watched: Iterable[nn.Module]) -> None:
+    """Raise ModelError if a layer has parameters that belong to no module which is watched."""
+    mapped = {id(parameter) for module in watched for parameter in module.parameters()}
     unmapped = [
         f"layers.{index}.{name}"
         for index, layer in enumerate(decoder_layers(model))

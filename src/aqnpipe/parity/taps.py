@@ -20,7 +20,7 @@ from aqnpipe.parity.sample import Sample
 
 RESIDUALS = ("attention_residual", "mlp_residual")
 
-Hook = Callable[..., None]
+Hook = Callable[..., object]
 
 
 class Attention:
@@ -74,12 +74,13 @@ class Attention:
 class Taps:
     """The taps of a model; `with taps.of(recorder)` puts them in place, by which the recorder sees the operators.
 
-    `operators` are those that the model is expected to run.
+    `operators` are those that the model is expected to run, `watched` the modules whose results are those of operators.
     """
 
     def __init__(self) -> None:
         self.recorder = Recorder(Sample(()))
         self.operators: list[Operator] = []
+        self.watched: list[nn.Module] = []
         self.stack = ExitStack()
         self._hooks: list[Callable[[], Any]] = []
 
@@ -142,6 +143,7 @@ class Taps:
                 self.recorder.see(operator, [self.batched(args[0])], self.batched(part))
 
         self.after(module, hook)
+        self.watched.append(module)
 
     def watch_activation(
         self, layer: int, form: ActivationForm, before: Sequence[str], down: nn.Module, shard: Shard | None = None

@@ -59,8 +59,6 @@ def make_capture(
     model: str, config: CaptureConfig, sequences: list[list[int]], replay: "Capture | None" = None
 ) -> "Capture":
     """Return the capture of a model in one configuration; ConfigError or ModelError if it cannot be made."""
-    import torch
-
     from aqnpipe.parity.capture import capture
 
     device = usable_device(config.device)
@@ -72,12 +70,7 @@ def make_capture(
 
         config = config.model_copy(update={"batch_invariant": _requested_invariance(config.batch_invariant, kind)})
         return capture_vllm(source.folder, model, sequences, config, kind, replay)
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.threads)
-    try:
-        return capture(load(source, device, 0), source.folder, model, sequences, config, replay)
-    finally:
-        torch.set_num_threads(before)
+    return capture(load(source, device, 0), source.folder, model, sequences, config, replay)
 
 
 def folder_of(model: str) -> Path:

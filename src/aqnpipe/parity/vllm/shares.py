@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aqnpipe.generation.vllm.linears import Linear, Projection, head_of
+from aqnpipe.generation.vllm.linears import head_of
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.parity.forms import EmbeddingForm, LinearForm
@@ -27,7 +27,7 @@ def gather(own: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SharedLinearForm(LinearForm):
-    """A product whose weight [out, in] lies on several workers: this worker's rows, or its columns."""
+    """A product of whose weight [out, in] a worker has some rows, some columns, or all."""
 
     output_shard: Shard | None = None
     input_shard: Shard | None = None
@@ -50,13 +50,6 @@ class SharedEmbeddingForm(EmbeddingForm):
     def rows(self, ids: Tensor) -> Tensor:
         """See `EmbeddingForm`; every worker must call this with the same ids."""
         return super().rows(ids) if self.shard is None else _rows(self.weight, ids, self.shard)
-
-
-def linear_form(linear: Linear, projection: Projection, weight: Tensor, bias: Tensor | None) -> LinearForm:
-    """Return the form of one projection of a linear module, of which `weight` is on this worker."""
-    if projection.output_shard is None and projection.input_shard is None:
-        return LinearForm(weight, bias)
-    return SharedLinearForm(weight, bias, projection.output_shard, projection.input_shard)
 
 
 def embedding_form(module: torch.nn.Module) -> EmbeddingForm:

@@ -20,7 +20,7 @@ from aqnpipe.parity.forms import ActivationForm, AttentionForm, Operator, Rotary
 from aqnpipe.parity.recorder import Result
 from aqnpipe.parity.sample import Token
 from aqnpipe.parity.taps import RESIDUALS, Attention, Taps
-from aqnpipe.parity.vllm.shares import embedding_form, linear_form
+from aqnpipe.parity.vllm.shares import SharedLinearForm, embedding_form
 from aqnpipe.parity.vllm.tokens import GivenTokens, Place
 
 
@@ -60,7 +60,7 @@ class EngineTaps(Taps):
             raise ModelError(f"vLLM's {type(model).__name__}: {len(last)} norms outside of its layers, expected one")
         self._watch_sum(last[0], self.operator("norm", norm_form(last[0])), len(engine.layers) - 1, RESIDUALS[1])
         head, weight = engine.head, engine.head.module.weight[: engine.head.width]
-        form = linear_form(head, head.projections[0], weight, getattr(head.module, "bias", None))
+        form = SharedLinearForm(weight, getattr(head.module, "bias", None), head.projections[0].output_shard)
         self._head = self.operator("lm_head", form, is_wide=True)
 
     def batched(self, tensor: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class EngineTaps(Taps):
         operators = [
             self.operator(
                 projection.name,
-                linear_form(linear, projection, weight, bias),
+                SharedLinearForm(weight, bias, projection.output_shard, projection.input_shard),
                 index,
                 shard=projection.output_shard,
                 input_shards=(projection.input_shard,),
