@@ -215,7 +215,7 @@ def _compared(sides: Sides, name: str, first: dict[str, Any], second: dict[str, 
         reason=reason,
         relative_rms=finite(error.square().mean().sqrt() / rms),
         bias=finite(error.mean() / rms),
-        ulps_p99=finite(_quantile(units, 0.99)),
+        ulps_p99=finite(quantile(units, 0.99)),
         ulps_largest=finite(units.max()),
         gain=gain,
         input_correlation=_correlation(error.square().mean(-1).sqrt(), input_rms.double()),
@@ -307,7 +307,7 @@ def _largest_share(differences: Tensor, bounds: Tensor) -> Tensor:
     return (differences.abs() / bounds).where(differences != 0, 0.0).nan_to_num(torch.inf, posinf=torch.inf).max()
 
 
-def _quantile(values: Tensor, share: float) -> Tensor:
+def quantile(values: Tensor, share: float) -> Tensor:
     """Return a quantile without interpolation; torch.quantile refuses large tensors."""
     flat = values.flatten()
     return flat.kthvalue(max(1, math.ceil(share * flat.numel())))[0]

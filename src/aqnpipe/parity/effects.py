@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aqnpipe.artifacts.parities import LogProbabilities, SubstitutedKind, Substitution
 from aqnpipe.parity.capture_file import Capture
-from aqnpipe.parity.compare import Sides, finite
+from aqnpipe.parity.compare import Sides, finite, quantile
 from aqnpipe.parity.mapping import Runner, prove
 from aqnpipe.parity.recorder import Recorder
 from aqnpipe.parity.sample import Sample, choose_sample
@@ -43,7 +43,7 @@ def log_probability_differences(first: Capture, second: Capture) -> LogProbabili
         num_tokens=both.height,
         mean=finite(difference.mean()),
         rms=_rms(difference),
-        p99=finite(difference.abs().sort()[0][math.ceil(0.99 * len(difference)) - 1]),
+        p99=finite(quantile(difference.abs(), 0.99)),
         largest=finite(difference.abs().max()),
         argmax_changes=float(changed or 0.0),  # type: ignore[arg-type]
         prefill_rms=_rms(difference[~decoded]) if bool((~decoded).any()) else None,
