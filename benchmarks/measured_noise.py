@@ -18,14 +18,14 @@ import aqnpipe
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.measured_errors import with_figures
 from aqnpipe.artifacts.parities import ParityFile, is_norm, is_product
-from aqnpipe.cli.parity.running import Side, make_capture
+from aqnpipe.cli.parity.running import make_capture
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.models.loading import load_model, source_folder
 from aqnpipe.parity.capture_file import Capture, seal
 from aqnpipe.parity.effects import Substitutions
 from aqnpipe.parity.parity import parity_of
-from parity import BOUNDS, CONSOLE, LOW, MODELS, token_ids_of
+from parity import CONSOLE, LOW, MODELS, config_of, token_ids_of
 
 
 def main() -> None:
@@ -47,8 +47,8 @@ def main() -> None:
 
 def sealed(name: str, ids: list[list[int]], replay: Capture | None) -> Capture:
     """Return the capture of a model in float32, or its replay in bfloat16."""
-    side = Side(decode=0) if replay is None else Side(decode=0, **LOW)
-    return seal(make_capture(name, side, ids, BOUNDS, replay))[0]
+    config = config_of({"decode": 0, **({} if replay is None else LOW)})
+    return seal(make_capture(name, config, ids, replay))[0]
 
 
 def report(name: str, parity: ParityFile, model: nn.Module, sequences: list[list[int]], num_seeds: int) -> None:

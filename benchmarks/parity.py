@@ -28,7 +28,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.artifacts.files import write_text
 from aqnpipe.artifacts.parities import CaptureConfig, ParityFile
-from aqnpipe.cli.parity.running import Bounds, Side, make_capture
+from aqnpipe.cli.parity.running import make_capture
 from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.data.loader import load_problems
@@ -46,7 +46,7 @@ PAGE = ROOT / "docs" / "parity.md"
 MODELS = ("tiny", "tiny-comparison", "tiny-large")
 LIBRARIES = ("torch", "transformers")
 NUM_TEXTS, NUM_TOKENS = 16, 32
-BOUNDS = Bounds(max_megabytes=200, rows=128)
+NUM_ROWS = 128
 CONSOLE = Console(soft_wrap=True)
 Pair = tuple[str, dict[str, Any], dict[str, Any]]
 LOW, VLLM = {"dtype": "bfloat16"}, {"backend": "vllm"}
@@ -114,8 +114,8 @@ def main() -> None:
 def parity_row(model: str, pair: Pair) -> tuple[str, ...]:
     """Return a row of the table: the parity of two configurations."""
     title, first, second = pair
-    one, _ = seal(make_capture(model, Side(**first), token_ids_of(model), BOUNDS))
-    other, _ = seal(make_capture(model, Side(**second), one.sequences, BOUNDS, one))
+    one, _ = seal(make_capture(model, config_of(first), token_ids_of(model)))
+    other, _ = seal(make_capture(model, config_of(second), one.sequences, one))
     found = parity_of(one, other)
     kinds = dict.fromkeys(row.kind for row in found.operators if row.verdict in ("different algorithm", "fault"))
     scores = found.log_probabilities
@@ -131,6 +131,11 @@ def parity_row(model: str, pair: Pair) -> tuple[str, ...]:
     )
     CONSOLE.print(" | ".join(row))
     return row
+
+
+def config_of(settings: dict[str, Any]) -> CaptureConfig:
+    """Return a configuration with these settings."""
+    return CaptureConfig(max_rows=NUM_ROWS, **settings)
 
 
 def token_ids_of(model: str) -> list[list[int]]:

@@ -21,7 +21,7 @@ from aqnpipe.models.layout import decoder_layers, norms_outside_layers
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.parity.mapping import ModelMap
+from aqnpipe.parity.mapping import ModelTaps
 
 
 def without_norms(error):
@@ -69,7 +69,7 @@ def test_norms_of_other_architectures_have_it(architecture, num_norms):
     """Of heads (Qwen3), behind branches and with a gain above its weight (Gemma 2), LayerNorms, parallel branches."""
     rms = architecture in ARCHITECTURES
     model = random_model_of(architecture) if rms else random_layer_norm_model_of(architecture)
-    operators = [one.name for one in ModelMap(model).operators if is_product(one.kind) or is_norm(one.kind)]
+    operators = [one.name for one in ModelTaps(model).operators if is_product(one.kind) or is_norm(one.kind)]
     figures = {name: ErrorFigures(bias=0.001, gain=0.01, per_result=0.02) for name in operators}
     ids = torch.randint(5, 45, (2, 7), generator=torch.Generator().manual_seed(0))
     receipt = run(model, ids, MeasuredError(source="machine.json", multiple=4, figures=figures)).check()

@@ -50,17 +50,16 @@ def test_a_substitution_is_that_of_a_run_of_its_own(captured, full):
     found = Substitutions(model, sides, 1)
     kinds = ("down_proj", "attention", "rotary_k")
     sets = [frozenset({kind}) for kind in kinds] + [frozenset(kinds)]
-    together = found._scores(sets)
-    for wanted in sets:
-        changed, unchanged = Substitutions(model, sides, 1)._scores([wanted])[wanted]
-        assert changed.tolist() == pytest.approx(together[wanted][0].tolist(), abs=1e-5)
-        assert unchanged.tolist() == pytest.approx(together[wanted][1].tolist(), abs=1e-5)
+    for wanted, change in zip(sets, found.changes(sets), strict=True):
+        (alone,) = Substitutions(model, sides, 1).changes([wanted])
+        assert alone.tolist() == pytest.approx(change.tolist(), abs=2e-5)
         # The errors of bfloat16 are far above the rounding of float32 that the tolerance is for.
-        assert float((changed - unchanged).abs().max()) > 1e-4
+        assert float(change.abs().max()) > 1e-4
     # Without substitution the scores are those of the capture itself.
-    sequence, position = 0, 1
-    own = full.tokens.filter((pl.col("sequence") == sequence) & (pl.col("position") == position))["log_probability"]
-    assert float(together[sets[0]][1][0]) == pytest.approx(own[0], abs=1e-4)
+    own = full.tokens.filter((pl.col("position") >= 1) & (pl.col("sequence") == 0))["log_probability"].to_list()
+    assert found._unchanged[0, 4][2].tolist() == pytest.approx(own, abs=1e-4)
+    (nothing,) = found.changes([frozenset({"no such kind"})])
+    assert not nothing.any()
 
 
 @pytest.mark.parametrize(

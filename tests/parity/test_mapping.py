@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from aqnpipe.errors import ModelError
-from aqnpipe.parity.mapping import prove
+from aqnpipe.parity.mapping import ModelTaps, prove
 
 SIZES = {
     "vocab_size": 50,
@@ -34,22 +34,24 @@ def model_of(config):
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3", "gemma2"])
 def test_every_operator_of_a_known_family_is_proven(architecture):
-    mapped, proven = prove(random_model_of(architecture))
-    assert len(mapped.layers) == 3
-    assert max(found.tally.loose for found in proven.values()) < 1
-    assert {"layers.1.rotary_k", "layers.1.attention", "layers.1.activation", "lm_head"} <= proven.keys()
-    assert all(found.is_linked for found in proven.values())
+    model = random_model_of(architecture)
+    _, proven = prove(model)
+    assert max(row["loose"] for row in proven.operators.values()) < 1
+    assert {"layers.1.rotary_k", "layers.1.attention", "layers.1.activation", "lm_head"} <= proven.operators.keys()
+    assert all(row["is_linked"] for row in proven.operators.values())
+    mapped = {operator.name for operator in ModelTaps(model).operators}
+    assert {name.replace("layers.1.", "layers.2.") for name in proven.operators} <= mapped
 
 
 def test_merged_projections_are_mapped():
     _, proven = prove(model_of(Phi3Config(**SIZES, pad_token_id=0)))
-    assert {"layers.0.qkv_proj", "layers.0.gate_up_proj", "layers.0.rotary_q"} <= proven.keys()
+    assert {"layers.0.qkv_proj", "layers.0.gate_up_proj", "layers.0.rotary_q"} <= proven.operators.keys()
 
 
 def test_scaled_branches_are_known_to_be_no_links():
     _, proven = prove(model_of(GraniteConfig(**SIZES, residual_multiplier=0.3)))
-    assert not proven["layers.1.mlp_residual"].is_linked
-    assert proven["layers.1.q_proj"].is_linked
+    assert not proven.operators["layers.1.mlp_residual"]["is_linked"]
+    assert proven.operators["layers.1.q_proj"]["is_linked"]
 
 
 @pytest.mark.parametrize(

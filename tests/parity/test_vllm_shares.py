@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.parity.forms import EmbeddingForm
-from aqnpipe.parity.vllm.shares import SharedEmbeddingForm, SharedLinearForm, embedding_form, own_share, whole
+from aqnpipe.parity.forms import EmbeddingForm, Operator, SumForm
+from aqnpipe.parity.recorder import Recorder
+from aqnpipe.parity.sample import Sample, Token
+from aqnpipe.parity.vllm.shares import SharedEmbeddingForm, SharedLinearForm, embedding_form
 
 WHOLE = torch.arange(1.0, 25.0).reshape(6, 4)
 BIAS = torch.arange(1.0, 7.0)
@@ -62,11 +64,24 @@ def test_columns_of_a_row_parallel_weight_are_gathered_and_its_bias_is_whole(mon
     assert bias.tolist() == [5, 2]
 
 
-def test_an_edited_whole_is_cut_to_the_own_heads():
-    edited = torch.arange(8.0).reshape(1, 8)
-    own = own_share(edited, Shard(4, 4, 8), torch.zeros(1, 2, 2))
-    assert own.tolist() == [[[4, 5], [6, 7]]]
-    assert whole(edited, None) is edited
+def test_a_recorder_keeps_the_whole_and_edits_the_own_columns():
+    """Of two workers, the second: both have one head of two channels."""
+    mine = torch.arange(2.0, 6.0).reshape(1, 2, 1, 2)
+
+    def gather(own):
+        return torch.cat((own - 100, own), -1)
+
+    def edit(_, rows, values):
+        seen.append(values.clone())
+        return 10 * values
+
+    shard, seen = Shard(2, 2, 4), []
+    recorder = Recorder(Sample((2,)), edit=edit, gather=gather)
+    recorder.begin((1, 2), [Token(0, 0, 0, 0), Token(0, 1, 0, 1)])
+    operator = Operator("layers.0.rotary_q", "rotary_q", 0, SumForm(), shard=shard, input_shards=(shard, shard))
+    recorder.see(operator, [mine / 2, mine / 2], mine)
+    assert seen[0].tolist() == [[-98, -97, 2, 3], [-96, -95, 4, 5]]
+    assert mine.tolist() == [[[[20, 30]], [[40, 50]]]]
 
 
 def test_an_embedding_that_is_not_shared_is_a_plain_one():

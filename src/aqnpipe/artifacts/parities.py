@@ -8,7 +8,7 @@ hosts or serial numbers, so that it can be sent to another site.
 from datetime import datetime
 from typing import Literal, get_args
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.config.measured_noise import ErrorFigures, is_norm
@@ -80,16 +80,22 @@ class CaptureIdentity(Artifact):
 
 
 class CaptureConfig(Artifact):
-    """How a model is run for a capture."""
+    """How and where a model is run for a capture, and how large the capture may be."""
 
+    model_config = ConfigDict(validate_by_name=True)
+
+    backend: Backend = "transformers"
     dtype: Dtype = "float32"
     attention: Attention = "eager"
+    device: str = Field(default="cpu", description="torch's name of the device")
     batch_size: int = Field(default=8, ge=1)
     padding: Literal["left", "right"] = "left"
-    num_decoded: int = Field(default=4, ge=0)
+    num_decoded: int = Field(default=4, ge=0, alias="decode")
     threads: int = Field(default=1, ge=1, description="CPU threads, of each process")
     tensor_parallel: int = Field(default=1, ge=1, description="workers of vLLM that share every layer")
-    batch_invariant: bool = Field(default=False, description="vLLM's mode; its workers must report it as requested")
+    batch_invariant: bool | None = Field(
+        default=None, description="vLLM's mode; its workers must report it as requested; null: its environment variable"
+    )
     max_bytes: int = Field(default=200_000_000, ge=1)
     max_rows: int = Field(default=256, ge=1)
 

@@ -1,55 +1,206 @@
-"""Runs fixed tokens through a transformers model and records every operator on the sampled ones."""
+"""Runs fixed tokens through a model and records every operator on the sampled ones."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import polars as pl
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from aqnpipe.artifacts.parities import CaptureConfig, CaptureIdentity
 from aqnpipe.artifacts.provenance import versions
 from aqnpipe.errors import ConfigError, DataError, ModelError
+from aqnpipe.models.layout import decoder_layers
 from aqnpipe.parity.capture_file import OPERATOR_COLUMNS, TOKEN_COLUMNS, Capture
 from aqnpipe.parity.identity import compare_with_files, machine_facts, model_facts, tokens_sha256
-from aqnpipe.parity.mapping import ModelMap, prove, watch
-from aqnpipe.parity.recorder import Recorded, Recorder
-from aqnpipe.parity.sample import Batch, Sample, batches_of, choose_sample
+from aqnpipe.parity.mapping import Runner, prove
+from aqnpipe.parity.recorder import Recorder, Recording, replaying
+from aqnpipe.parity.sample import Sample, Score, choose_sample
 
 _SHARE_OF_LIMIT = 0.95
 """The rest is for tables and names."""
 
-_LOGITS_AT_ONCE = 2**19
-"""Logits that are made float64 at once: no more than fit into a processor's caches."""
-
-Score = tuple[float, int]
+Scores = dict[tuple[int, int], Score]
 
 
-class Replay:
-    """Puts the results of another capture in the place of every operator's, so that the next is fed those."""
+class Pass(NamedTuple):
+    """A pass over all tokens of `sequences`, the last `num_decoded` of each decoded.
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        """`values`: see `replay_values`."""
-        self._values = values
+    `fed`: results that are put in the place of the operators' own. `judges`: see `Recorder`.
+    """
 
-    def apply(self, name: str, rows: Tensor, values: Tensor) -> Tensor | None:
-        """Return the other capture's rows of an operator."""
-        found = self._values.get(name)
-        if found is None:
-            return None
-        if found.shape[1] != values.shape[1]:
-            raise DataError(
-                f"operator {name} has {found.shape[1]} channels in the replayed capture, {values.shape[1]} here"
-            )
-        return found[rows].to(values)
+    sequences: Sequence[Sequence[int]]
+    num_decoded: int
+    sample: Sample
+    fed: Mapping[str, Tensor] | None = None
+    judges: bool = True
+
+
+class Engine(Protocol):
+    """What runs a model of `num_layers` layers for a capture.
+
+    `proven`: what random weights gave in some layers, 0 among them, where every operator was what its name says.
+    """
+
+    num_layers: int
+    proven: Recording
+
+    def run(self, asked: Pass) -> tuple[Recording, Scores]:
+        """Return what was recorded of the sample, and the scores of all tokens."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of a capture's identity that the engine decides."""
+
+
+def capture(
+    model: Any,
+    folder: Path,
+    source: str,
+    sequences: Sequence[Sequence[int]],
+    config: CaptureConfig,
+    replay: Capture | None = None,
+) -> Capture:
+    """Return the capture of a loaded transformers model, whose files are in `folder`, with `config.threads`.
+
+    Raises ModelError if its operators cannot be mapped, ConfigError if not one token fits into `config.max_bytes`.
+    """
+    check_sequences(sequences, config, int(model.config.vocab_size))
+    fed = None if replay is None else replay_values(replay)
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    try:
+        return captured(_Transformers(model, folder, config), folder, source, sequences, config, replay, fed)
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Transformers:
+    """A transformers model as the engine of a capture."""
+
+    def __init__(self, model: Any, folder: Path, config: CaptureConfig) -> None:
+        self._model, self._config = model, config
+        self.num_layers = len(decoder_layers(model))
+        self._compared, self._stale = compare_with_files(model.state_dict(), folder)
+        interleaved, self.proven = prove(model)
+        self._runner = Runner(model, config.batch_size, config.padding, interleaved=interleaved)
+
+    def run(self, asked: Pass) -> tuple[Recording, Scores]:
+        """See `Engine`."""
+        recorder = Recorder(asked.sample, edit=None if asked.fed is None else replaying(asked.fed), judges=asked.judges)
+        scores = self._runner.run(asked.sequences, asked.num_decoded, recorder)
+        return recorder.finish(), scores
+
+    def facts(self) -> dict[str, Any]:
+        """See `Engine`."""
+        return {
+            **machine_facts(next(self._model.parameters()).device),
+            "model_class": type(self._model).__name__,
+            "backend": "transformers",
+            "attention": self._config.attention,
+            "versions": versions(),
+            "num_compared_parameters": self._compared,
+            "stale_parameters": self._stale,
+        }
+
+
+def captured(
+    engine: Engine,
+    folder: Path,
+    source: str,
+    sequences: Sequence[Sequence[int]],
+    config: CaptureConfig,
+    replay: Capture | None,
+    fed: Mapping[str, Tensor] | None,
+) -> Capture:
+    """Return the capture of the model in `folder` on an engine; `fed` are the `replay_values` of `replay`.
+
+    Raises ModelError if tokens have no score, or if no parameter of the model was found in its files.
+    """
+    proven = engine.proven
+    sample = sample_that_fits(proven, engine.num_layers, config, sequences, replay)
+    started = time.monotonic()
+    asked = Pass(sequences, config.num_decoded, sample, judges=fed is None)
+    own, scores = engine.run(asked)
+    judged, replay_scores = own, Scores()
+    if fed is not None:
+        used = sequences[: -(-len(sample.lengths) // config.batch_size) * config.batch_size]
+        judged, replay_scores = engine.run(asked._replace(sequences=used, fed=fed, judges=True))
+    seconds = round(time.monotonic() - started, 3)
+    num_scored = sum(len(ids) - 1 for ids in sequences)
+    if len(scores) != num_scored:
+        raise ModelError(f"{len(scores)} tokens have a log-probability, expected {num_scored}: some were not seen")
+    facts = engine.facts()
+    if not facts["num_compared_parameters"]:
+        raise ModelError(
+            f"{facts['model_class']}: no parameter has the name and shape of one in the model's files, so its weights "
+            "cannot be compared with them; save it again with save_pretrained"
+        )
+    identity = CaptureIdentity(
+        aqnpipe=version("aqnpipe"),
+        created=datetime.now(UTC),
+        tokens_sha256=tokens_sha256(sequences),
+        num_sequences=len(sequences),
+        num_tokens=sum(map(len, sequences)),
+        lengths=sample.lengths,
+        # vLLM has one row per token.
+        padding="none" if facts["backend"] == "vllm" or len(set(map(len, sequences))) == 1 else config.padding,
+        batch_invariant=bool(config.batch_invariant),
+        replay_of=None if replay is None else replay.digest,
+        members={},
+        seconds=seconds,
+        **config.model_dump(include={"dtype", "threads", "batch_size", "tensor_parallel", "num_decoded"}),
+        **model_facts(folder, source),
+        **facts,
+    )
+    tensors = dict(judged.tensors)
+    if judged is not own:
+        tensors |= {name.replace("output/", "replay/", 1): tensor for name, tensor in tensors.items()} | own.tensors
+    for row in judged.operators.values():
+        row["is_linked"] |= not proven.operators[_proven_name(row)]["is_linked"]
+    operators = pl.DataFrame(list(judged.operators.values()), schema=OPERATOR_COLUMNS)
+    tokens = _token_table(sequences, config.num_decoded, sample, scores, replay_scores)
+    return Capture(identity, operators, tokens, tensors)
+
+
+def sample_that_fits(
+    proven: Recording,
+    num_layers: int,
+    config: CaptureConfig,
+    sequences: Sequence[Sequence[int]],
+    replay: Capture | None,
+) -> Sample:
+    """Return the tokens to record, of a replay the first of its own; ConfigError if not one fits into the file.
+
+    Room is left for a replay, which is larger, so that another site can use the same limit.
+    """
+    per_row = _bytes_per_row(proven, num_layers, config)
+    rows = int(_SHARE_OF_LIMIT * config.max_bytes / per_row)
+    if not rows:
+        size = per_row / _SHARE_OF_LIMIT / 1e6
+        raise ConfigError(f"--max-megabytes {config.max_bytes / 1e6:g}: found too few, expected at least {size:.1f}")
+    lengths = [len(ids) for ids in sequences] if replay is None else list(replay.sample.lengths)
+    return choose_sample(lengths, min(rows, config.max_rows) if replay is None else rows)
+
+
+def _bytes_per_row(proven: Recording, num_layers: int, config: CaptureConfig) -> int:
+    """Return the size of one recorded token in a replay, from the operators of a small model of the same kind."""
+    item = 4 if config.dtype == "float32" else 2
+    total = 0
+    for name, row in proven.operators.items():
+        kept, channels = (proven.tensors[f"{kind}/{name}"].shape[1] for kind in ("output", "exact"))
+        # Results of both passes, exact results (8 bytes) with bounds (4), and the size of the input (4).
+        size = item * (kept + channels) + 12 * channels + 4
+        total += size * (num_layers if row["layer"] == 0 else row["layer"] is None)
+    return total
+
+
+def _proven_name(row: Mapping[str, Any]) -> str:
+    """Return the name that an operator of this kind has in a model of two layers."""
+    return str(row["name"] if row["layer"] is None else f"layers.{min(row['layer'], 1)}.{row['kind']}")
 
 
 def replay_values(other: Capture) -> dict[str, Tensor]:
@@ -64,209 +215,6 @@ def replay_values(other: Capture) -> dict[str, Tensor]:
         for name, width in other.operators.select("name", "width").iter_rows()
         if other.tensor("output", name).shape[1] == width
     }
-
-
-@dataclass(frozen=True)
-class Passes:
-    """A model that is ready to run batches: its map and how it is run."""
-
-    model: Any
-    mapped: ModelMap
-    config: CaptureConfig
-    pad_token: int
-
-    def run(self, batches: Sequence[Batch], recorder: Recorder) -> dict[tuple[int, int], Score]:
-        """Run batches; return the log-probability of every token but the first of each sequence, and the best id."""
-        scores: dict[tuple[int, int], Score] = {}
-        device = next(self.model.parameters()).device
-        with torch.no_grad(), watch(self.mapped, recorder):
-            for batch in batches:
-                cache = DynamicCache(config=self.model.config)
-                for call in batch.calls(recorder.sample, self.config.num_decoded, self.pad_token):
-                    recorder.begin(call)
-                    logits = self.model(
-                        input_ids=call.token_ids.to(device),
-                        attention_mask=None if call.mask is None else call.mask.to(device),
-                        position_ids=call.positions.to(device),
-                        past_key_values=cache,
-                        use_cache=True,
-                    ).logits
-                    scores |= scores_of(batch, call.first, logits)
-        return scores
-
-
-def scores_of(batch: Batch, first_column: int, logits: Tensor) -> dict[tuple[int, int], Score]:
-    """Return the scores of the tokens behind the columns of `logits` [batch, columns, vocabulary]."""
-    found: dict[tuple[int, int], Score] = {}
-    for number, offset in enumerate(batch.offsets):
-        sequence = batch.first_sequence + number
-        places = [(sequence, first_column + column - offset) for column in range(logits.shape[1])]
-        found |= score_rows(logits[number], places, {sequence: batch.sequences[number]})
-    return found
-
-
-def score_rows(
-    logits: Tensor, places: Sequence[tuple[int, int]], sequences: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]
-) -> dict[tuple[int, int], Score]:
-    """Return the scores of the tokens behind those at `places` (sequence, position), from logits [rows, vocabulary].
-
-    Places outside of a sequence are padding.
-    """
-    behind = [
-        (row, (sequence, position + 1))
-        for row, (sequence, position) in enumerate(places)
-        if 0 <= position < len(sequences[sequence]) - 1
-    ]
-    if not behind:
-        return {}
-    found: dict[tuple[int, int], Score] = {}
-    at_once = max(1, _LOGITS_AT_ONCE // logits.shape[1])
-    for first in range(0, len(behind), at_once):
-        part = behind[first : first + at_once]
-        chosen = logits[[row for row, _ in part]].double()
-        targets = torch.tensor([sequences[sequence][position] for _, (sequence, position) in part]).to(chosen.device)
-        values = chosen.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
-        scores = zip(values, chosen.argmax(-1).tolist(), strict=True)
-        found |= {place: score for (_, place), score in zip(part, scores, strict=True)}
-    return found
-
-
-def capture(
-    model: Any,
-    folder: Path,
-    source: str,
-    sequences: Sequence[Sequence[int]],
-    config: CaptureConfig,
-    replay: Capture | None = None,
-) -> Capture:
-    """Return the capture of a loaded transformers model, whose files are in `folder`.
-
-    Raises ModelError if its operators cannot be mapped, ConfigError if not one token fits into `config.max_bytes`.
-    """
-    check_sequences(sequences, config, int(model.config.vocab_size))
-    fed = None if replay is None else replay_values(replay)
-    compared, stale = compare_with_files(model.state_dict(), folder)
-    mapped, proven = prove(model)
-    sample = sample_that_fits(proven, len(mapped.layers), config, sequences, replay)
-    batches = batches_of(sequences, config.batch_size, config.padding)
-    passes = Passes(model, mapped, config, int(getattr(model.config, "pad_token_id", None) or 0))
-    started = time.monotonic()
-    own = Recorder(sample, judges=replay is None, keeps_full=replay is None)
-    scores = passes.run(batches, own)
-    recorded, replayed, replay_scores = own.finish(), None, {}
-    if fed is not None:
-        judged = Recorder(sample, edits=Replay(fed))
-        with_rows = [batch for batch in batches if batch.first_sequence < len(sample.lengths)]
-        replay_scores = passes.run(with_rows, judged)
-        replayed = judged.finish()
-    for found in (recorded if replayed is None else replayed).values():
-        found.is_linked |= not proven[proven_name(found)].is_linked
-    facts = {
-        **model_facts(folder, source),
-        **machine_facts(next(model.parameters()).device),
-        "model_class": type(model).__name__,
-        "backend": "transformers",
-        "attention": config.attention,
-        "versions": versions(),
-        "num_compared_parameters": compared,
-        "stale_parameters": stale,
-        "seconds": round(time.monotonic() - started, 3),
-    }
-    return assemble(facts, config, sequences, sample, recorded, scores, replay, replayed, replay_scores)
-
-
-def assemble(
-    facts: dict[str, Any],
-    config: CaptureConfig,
-    sequences: Sequence[Sequence[int]],
-    sample: Sample,
-    recorded: dict[str, Recorded],
-    scores: dict[tuple[int, int], Score],
-    replay: Capture | None,
-    replayed: dict[str, Recorded] | None,
-    replay_scores: dict[tuple[int, int], Score],
-) -> Capture:
-    """Return a capture from what was recorded of its own pass and, if there was one, of the replay.
-
-    Raises ModelError if tokens have no score, or if no parameter of the model was found in its files.
-    """
-    num_scored = sum(len(ids) - 1 for ids in sequences)
-    if len(scores) != num_scored:
-        raise ModelError(f"{len(scores)} tokens have a log-probability, expected {num_scored}: some were not seen")
-    if not facts["num_compared_parameters"]:
-        raise ModelError(
-            f"{facts['model_class']}: no parameter has the name and shape of one in the model's files, so its weights "
-            "cannot be compared with them; save it again with save_pretrained"
-        )
-    identity = CaptureIdentity(
-        aqnpipe=version("aqnpipe"),
-        created=datetime.now(UTC),
-        tokens_sha256=tokens_sha256(sequences),
-        num_sequences=len(sequences),
-        num_tokens=sum(map(len, sequences)),
-        lengths=sample.lengths,
-        dtype=config.dtype,
-        threads=config.threads,
-        batch_size=config.batch_size,
-        tensor_parallel=config.tensor_parallel,
-        batch_invariant=config.batch_invariant,
-        # vLLM has one row per token.
-        padding="none" if facts["backend"] == "vllm" or len(set(map(len, sequences))) == 1 else config.padding,
-        num_decoded=config.num_decoded,
-        replay_of=None if replay is None else replay.digest,
-        members={},
-        **facts,
-    )
-    judged = recorded if replayed is None else replayed
-    tensors: dict[str, Tensor] = {}
-    for name, found in judged.items():
-        tensors[f"output/{name}"] = recorded[name].output
-        tensors[f"exact/{name}"], tensors[f"bound/{name}"] = found.exact, found.bound
-        tensors[f"input_rms/{name}"] = found.input_rms
-        if replayed is not None:
-            tensors[f"replay/{name}"] = found.output
-    operators = pl.DataFrame([_operator_row(found) for found in judged.values()], schema=OPERATOR_COLUMNS)
-    tokens = _token_table(sequences, config.num_decoded, sample, scores, replay_scores)
-    return Capture(identity, operators, tokens, tensors)
-
-
-def sample_that_fits(
-    proven: Mapping[str, Recorded],
-    num_layers: int,
-    config: CaptureConfig,
-    sequences: Sequence[Sequence[int]],
-    replay: Capture | None,
-) -> Sample:
-    """Return the tokens to record, of a replay the first of its own; ConfigError if not one fits into the file.
-
-    Room is left for a replay, which is larger, so that another site can use the same limit.
-    """
-    per_row = bytes_per_row(proven, num_layers, config)
-    rows = int(_SHARE_OF_LIMIT * config.max_bytes / per_row)
-    if not rows:
-        size = per_row / _SHARE_OF_LIMIT / 1e6
-        raise ConfigError(f"--max-megabytes {config.max_bytes / 1e6:g}: found too few, expected at least {size:.1f}")
-    lengths = [len(ids) for ids in sequences] if replay is None else list(replay.sample.lengths)
-    return choose_sample(lengths, min(rows, config.max_rows) if replay is None else rows)
-
-
-def bytes_per_row(proven: Mapping[str, Recorded], num_layers: int, config: CaptureConfig) -> int:
-    """Return the size of one recorded token in a replay, from the operators of a small model of the same kind."""
-    item = 4 if config.dtype == "float32" else 2
-    total = 0
-    for found in proven.values():
-        channels = found.exact.shape[1]
-        kept = channels if found.operator.is_wide else found.width
-        # Results of both passes, exact results (8 bytes) with bounds (4), and the size of the input (4).
-        size = item * (kept + channels) + 12 * channels + 4
-        total += size * (num_layers if found.operator.layer == 0 else found.operator.layer is None)
-    return total
-
-
-def proven_name(found: Recorded) -> str:
-    """Return the name that an operator of this kind has in a model of two layers."""
-    layer, kind = found.operator.layer, found.operator.kind
-    return found.operator.name if layer is None else f"layers.{min(layer, 1)}.{kind}"
 
 
 def check_sequences(sequences: Sequence[Sequence[int]], config: CaptureConfig, vocabulary: int) -> None:
@@ -286,34 +234,12 @@ def check_sequences(sequences: Sequence[Sequence[int]], config: CaptureConfig, v
         raise ConfigError(f"token ids: found {wrong}, expected 0 to {vocabulary - 1}, the vocabulary of the model")
 
 
-def _operator_row(found: Recorded) -> dict[str, object]:
-    values = found.output.double()
-    shares = {name: number / found.tally.elements for name, number in found.tally.equal.items()}
-    return {
-        "name": found.operator.name,
-        "kind": found.operator.kind,
-        "layer": found.operator.layer,
-        "width": found.width,
-        "dtype": str(found.output.dtype).removeprefix("torch."),
-        "mean": float(values.mean()),
-        "rms": float(values.square().mean().sqrt()),
-        "largest": float(values.abs().max()),
-        "zero_share": float((values == 0).double().mean()),
-        "sha256": sha256(found.output.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
-        "strict": found.tally.strict,
-        "loose": found.tally.loose,
-        "reduced": found.tally.reduced,
-        "algorithms": json.dumps(shares),
-        "is_linked": found.is_linked,
-    }
-
-
 def _token_table(
     sequences: Sequence[Sequence[int]],
     num_decoded: int,
     sample: Sample,
-    scores: dict[tuple[int, int], Score],
-    replay_scores: dict[tuple[int, int], Score],
+    scores: Scores,
+    replay_scores: Scores,
 ) -> pl.DataFrame:
     rows = []
     for sequence, ids in enumerate(sequences):

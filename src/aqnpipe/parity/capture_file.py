@@ -24,7 +24,6 @@ _IDENTITY = "identity.json"
 _OPERATORS, _TOKENS, _TENSORS = "operators.parquet", "tokens.parquet", "tensors.safetensors"
 _MEMBERS = (_OPERATORS, _TOKENS, _TENSORS)
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-_LARGEST_IDENTITY = 4_000_000
 
 OPERATOR_COLUMNS: dict[str, type[pl.DataType]] = {
     "name": pl.String,
@@ -45,7 +44,7 @@ OPERATOR_COLUMNS: dict[str, type[pl.DataType]] = {
 }
 """One operator per row, in the order in which they ran.
 
-strict, loose, reduced: largest error as a multiple of the bounds in parity/expected.py. algorithms: JSON, the share of
+strict, loose, reduced: largest error as a multiple of the bounds in parity/forms.py. algorithms: JSON, the share of
 elements that each known algorithm gives bit for bit. is_linked: nothing computes between the operators before and this
 one that was not there on random weights. mean to sha256 are of the recorded results.
 """
@@ -144,8 +143,6 @@ def _members(path: Path) -> dict[str, bytes]:
                 )
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise DataError(f"{path}: its members are compressed, which `aqnpipe capture` does not do")
-            if archive.getinfo(_IDENTITY).file_size > _LARGEST_IDENTITY:
-                raise DataError(f"{path}: its identity.json is too large to be one of a capture")
             return {name: archive.read(name) for name in names}
     except (zipfile.BadZipFile, EOFError, OSError) as error:
         raise DataError(f"{path}: damaged or no file of `aqnpipe capture` ({error})") from error

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,9 @@ from aqnpipe.config.measured_noise import ATTENTION, ErrorFigures, is_norm
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.models.loading import unreadable
 from aqnpipe.parity.capture_file import Capture
-from aqnpipe.parity.expected import ulps
+from aqnpipe.parity.forms import ulps
 from aqnpipe.parity.recorder import sampled_channels
+from aqnpipe.parity.sample import Sample
 
 _CLEARLY = 0.01
 """Difference of two shares of equal elements that makes one algorithm the better match."""
@@ -62,25 +64,26 @@ _SMALLEST_SHARE = 1e-12
 
 @dataclass(frozen=True)
 class Sides:
-    """Two captures of the same weights and tokens, and the rows of both that are the same tokens."""
+    """Two captures of the same weights and tokens, and the tokens that both recorded."""
 
     first: Capture
     second: Capture
-    first_rows: Tensor
-    second_rows: Tensor
+    shared: Sample
     same_inputs: bool
+
+    def both(self, kind: str, name: str, second_kind: str | None = None) -> tuple[Tensor, Tensor]:
+        """Return the tensors of an operator of both sides, on the same tokens."""
+        one, other = self.first.tensor(kind, name), self.second.tensor(second_kind or kind, name)
+        return one[self.first.sample.rows_of(self.shared)], other[self.second.sample.rows_of(self.shared)]
 
     def results(self, name: str) -> tuple[Tensor, Tensor]:
         """Return both results of an operator on the inputs that were judged, on the same rows and channels."""
-        return self._pair(name, "replay" if self.same_inputs else "output")
+        return _aligned(*self.both("output", name, "replay" if self.same_inputs else "output"))
 
-    def own_results(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return both results of an operator in the sides' own passes, on the same rows and channels."""
-        return self._pair(name, "output")
-
-    def _pair(self, name: str, second_kind: str) -> tuple[Tensor, Tensor]:
-        one, other = self.first.tensor("output", name), self.second.tensor(second_kind, name)
-        return _aligned(one[self.first_rows], other[self.second_rows])
+    @property
+    def is_same_dtype(self) -> bool:
+        """Return whether both sides computed in the same dtype."""
+        return self.first.identity.dtype == self.second.identity.dtype
 
 
 def _aligned(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,15 +115,15 @@ def sides_of(first: Capture, second: Capture) -> tuple[Sides, tuple[str, ...]]:
     missing = sorted(set(names[0]) ^ set(names[1]))
     if missing:
         raise DataError(f"the captures have other operators: {', '.join(missing[:3])} on one side only")
-    rows = _common_rows(first, second)
-    if not len(rows[0]):
+    shared = first.sample.shared(second.sample)
+    if not shared.num_rows:
         raise DataError("the captures have no recorded token in common; capture again with the same --max-rows")
     if not same_inputs:
         notes.append(
             "The second capture was not made with --replay, so operators of the two sides had different inputs: "
             "operator errors are differences of the errors against exact results, on sampled channels."
         )
-    return Sides(first, second, *rows, same_inputs), tuple(notes)
+    return Sides(first, second, shared, same_inputs), tuple(notes)
 
 
 def _refuse_other_subjects(first: CaptureIdentity, second: CaptureIdentity) -> None:
@@ -135,18 +138,6 @@ def _refuse_other_subjects(first: CaptureIdentity, second: CaptureIdentity) -> N
                 f"captures of different {what}: found {str(one)[:12]} ({first.model}) and {str(other)[:12]} "
                 f"({second.model}), expected the same"
             )
-
-
-def _common_rows(first: Capture, second: Capture) -> tuple[Tensor, Tensor]:
-    rows = [
-        (one, other)
-        for sequence, length in enumerate(first.sample.lengths)
-        for position in range(length)
-        if (one := first.sample.row(sequence, position)) is not None
-        and (other := second.sample.row(sequence, position)) is not None
-    ]
-    found = torch.tensor(rows, dtype=torch.long).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
 
 
 def setting_differences(first: CaptureIdentity, second: CaptureIdentity) -> tuple[str, ...]:
@@ -180,7 +171,7 @@ def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
     if kind not in CONFIG_MAPPING:
         return config
     try:
-        found: dict[str, object] = CONFIG_MAPPING[kind](**config).to_dict()
+        found: dict[str, Any] = CONFIG_MAPPING[kind](**config).to_dict()
     except unreadable() as error:
         raise DataError(f"a capture has a config.json that transformers cannot read: {first_line(error)}") from error
     return found
@@ -192,95 +183,76 @@ def compare_operators(sides: Sides) -> tuple[OperatorParity, ...]:
     return tuple(_compared(sides, name, facts[0][name], facts[1][name]) for name in sides.first.operators["name"])
 
 
-def _compared(sides: Sides, name: str, first: dict[str, object], second: dict[str, object]) -> OperatorParity:
+def _compared(sides: Sides, name: str, first: dict[str, Any], second: dict[str, Any]) -> OperatorParity:
     one, other = sides.results(name)
-    dtype = _coarser(one.dtype, other.dtype)
-    channels = sampled_channels(one.shape[1])
-    exact, bound, drift = _exact_results(sides, name)
+    exact, bound = sides.both("exact", name), sum(sides.both("bound", name)).double()  # type: ignore[union-attr]
+    channels, drift = sampled_channels(one.shape[1]), 0.0
     if sides.same_inputs:
+        # Weights and inputs of another dtype are themselves rounded.
+        allowed = bound * (_SAME_EXACT if sides.is_same_dtype else 2)
+        drift = float(_largest_share(exact[1] - exact[0], allowed))
         error = other.double() - one.double()
         at_channels = error[:, channels]
     else:
         one, other = one[:, channels], other[:, channels]
         at_channels = error = (other.double() - exact[1]) - (one.double() - exact[0])
-    scale = one.double()
+    results, kind, input_rms = one.double(), str(first["kind"]), sides.both("input_rms", name)[0]
     algorithms = _algorithms(first, second)
-    result_rms = scale.square().mean().sqrt()
+    result_rms = results.square().mean().sqrt()
     rms = float(result_rms) or 1.0
-    gain = finite((error * scale).mean() / rms**2)
+    gain = finite((error * results).mean() / rms**2)
     verdict, reason = _judged(sides, first, second, one, other, drift, algorithms, gain)
-    units = ulps(error, scale, dtype)
-    own_one, own_other = (part.double() for part in sides.own_results(name))
+    coarser = max(one.dtype, other.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    units = ulps(error, results, coarser)
+    own_one, own_other = (part.double() for part in _aligned(*sides.both("output", name)))
     own_rms = float(own_one.square().mean().sqrt()) or 1.0
-    figures, figures_rms = _figures(sides, name, str(first["kind"]), one, error)
+    figures, figures_rms = _figures(kind, results, error, input_rms) if sides.same_inputs else (None, 0.0)
     return OperatorParity(
         name=name,
-        kind=str(first["kind"]),
+        kind=kind,
         layer=first["layer"],
         verdict=verdict,
         reason=reason,
         relative_rms=finite(error.square().mean().sqrt() / rms),
         bias=finite(error.mean() / rms),
-        ulps_p99=finite(_quantile(units, 0.99)),
+        ulps_p99=finite(quantile(units, 0.99)),
         ulps_largest=finite(units.max()),
         gain=gain,
-        input_correlation=_correlation(
-            error.square().mean(-1).sqrt(), sides.first.tensor("input_rms", name)[sides.first_rows].double()
-        ),
-        equal_share=float((one.to(dtype) == other.to(dtype)).double().mean()) if sides.same_inputs else None,
+        input_correlation=_correlation(error.square().mean(-1).sqrt(), input_rms.double()),
+        equal_share=float((one.to(coarser) == other.to(coarser)).double().mean()) if sides.same_inputs else None,
         bound_share=finite(_largest_share(at_channels, bound)),
         first_algorithm=algorithms[0],
         second_algorithm=algorithms[1],
         accumulated_relative_rms=finite((own_other - own_one).square().mean().sqrt() / own_rms),
         accumulated_correlation=_correlation(own_one.flatten(), own_other.flatten()),
         figures=figures,
-        figures_rms=None if figures_rms is None else figures_rms / rms,
+        figures_rms=None if figures is None else figures_rms / rms,
         result_rms=finite(result_rms),
     )
 
 
-def _figures(
-    sides: Sides, name: str, kind: str, results: Tensor, error: Tensor
-) -> tuple[ErrorFigures | None, float | None]:
-    """Return the figures of an operator's error, and the root mean square that they give; None where there are none.
+def _figures(kind: str, results: Tensor, error: Tensor, input_rms: Tensor) -> tuple[ErrorFigures | None, float]:
+    """Return the figures of an operator's error, if it has any, and the root mean square that they give.
 
     The error of attention, whose input here is the query, and of norms shall not depend on the size of the input,
     because it does not scale the result.
     """
-    input_rms = sides.first.tensor("input_rms", name)[sides.first_rows]
-    has_figures = is_product(kind) or is_norm(kind)
-    if not has_figures or not sides.same_inputs or not _are_finite(results, error, input_rms):
-        return None, None
+    are_finite = all(bool(tensor.isfinite().all()) for tensor in (results, error, input_rms))
+    if not (is_product(kind) or is_norm(kind)) or not are_finite:
+        return None, 0.0
     return error_figures(results, error, None if kind == ATTENTION or is_norm(kind) else input_rms)
-
-
-def _exact_results(sides: Sides, name: str) -> tuple[tuple[Tensor, Tensor], Tensor, float]:
-    """Return both exact results, the sum of both bounds, and their difference as a multiple of what is allowed."""
-    exact = (
-        sides.first.tensor("exact", name)[sides.first_rows],
-        sides.second.tensor("exact", name)[sides.second_rows],
-    )
-    bound = (
-        sides.first.tensor("bound", name)[sides.first_rows] + sides.second.tensor("bound", name)[sides.second_rows]
-    ).double()
-    is_same_dtype = sides.first.identity.dtype == sides.second.identity.dtype
-    # Weights and inputs of another dtype are themselves rounded.
-    allowed = bound * (_SAME_EXACT if is_same_dtype else 2)
-    drift = float(_largest_share(exact[1] - exact[0], allowed)) if sides.same_inputs else 0.0
-    return exact, bound, drift
 
 
 def _judged(
     sides: Sides,
-    first: dict[str, object],
-    second: dict[str, object],
+    first: dict[str, Any],
+    second: dict[str, Any],
     one: Tensor,
     other: Tensor,
     drift: float,
     algorithms: tuple[str | None, str | None],
     gain: float,
 ) -> tuple[OperatorVerdict, str]:
-    is_same_dtype = sides.first.identity.dtype == sides.second.identity.dtype
     if sides.same_inputs and one.dtype == other.dtype and torch.equal(one, other):
         return "equal", "every element has the same bits"
     for side, row, values in (("first", first, one), ("second", second, other)):
@@ -290,32 +262,32 @@ def _judged(
         if not row["is_linked"]:
             return "fault", f"on the {side} side its input is not what the operator before it returned"
         is_reduced = _may_be_reduced(getattr(sides, side).identity, row) and abs(gain) < _LARGEST_GAIN_OF_ROUNDING
-        if float(row["loose"]) > 1 and not is_reduced:  # type: ignore[arg-type]
+        if row["loose"] > 1 and not is_reduced:
             return "fault", f"the {side} side is {row['loose']:.3g} times its forward error bound from the exact result"
     if drift > 1:
         return "fault", "on the same input the sides compute something else: other weights or settings"
     for side, row in (("first", first), ("second", second)):
-        if float(row["loose"]) > 1:  # type: ignore[arg-type]
+        if row["loose"] > 1:
             return "different algorithm", f"the {side} side has {_REDUCED}"
-    if is_same_dtype and one.dtype != other.dtype:
+    if sides.is_same_dtype and one.dtype != other.dtype:
         kept = "second" if other.dtype == torch.float32 else "first"
         return "different algorithm", f"the {kept} side keeps the result in float32"
     if algorithms[0] != algorithms[1] and None not in algorithms:
         return "different algorithm", f"first: {algorithms[0]}; second: {algorithms[1]}"
-    strict = sorted(float(row["strict"]) for row in (first, second))  # type: ignore[arg-type]
-    if is_same_dtype and one.dtype != torch.float32 and strict[0] <= 1 and strict[1] > _MORE_ROUNDINGS:
-        more = "first" if float(first["strict"]) > 1 else "second"  # type: ignore[arg-type]
+    strict = sorted(row["strict"] for row in (first, second))
+    if sides.is_same_dtype and one.dtype != torch.float32 and strict[0] <= 1 and strict[1] > _MORE_ROUNDINGS:
+        more = "first" if first["strict"] > 1 else "second"
         return "different algorithm", f"the {more} side rounds more than its result"
     return "rounding", "within the forward error bounds of both sides"
 
 
-def _may_be_reduced(identity: CaptureIdentity, row: dict[str, object]) -> bool:
+def _may_be_reduced(identity: CaptureIdentity, row: dict[str, Any]) -> bool:
     """Return whether the errors are no larger than those of TF32, on a machine that may have computed in it."""
     is_allowed = not identity.device.startswith("cpu") or identity.numerics["float32_matmul_precision"] != "highest"
-    return is_allowed and row["reduced"] is not None and float(row["reduced"]) <= 1  # type: ignore[arg-type]
+    return is_allowed and row["reduced"] is not None and bool(row["reduced"] <= 1)
 
 
-def _algorithms(first: dict[str, object], second: dict[str, object]) -> tuple[str | None, str | None]:
+def _algorithms(first: dict[str, Any], second: dict[str, Any]) -> tuple[str | None, str | None]:
     """Return the algorithm that each side agrees with best; the same for both where that cannot be told apart."""
     shares = [json.loads(str(row["algorithms"])) for row in (first, second)]
     best = [max(found, key=found.get) if found else None for found in shares]
@@ -329,17 +301,13 @@ def _algorithms(first: dict[str, object], second: dict[str, object]) -> tuple[st
     return (best[0], best[1]) if is_clear else (best[0], best[0])
 
 
-def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return one if torch.finfo(one).eps > torch.finfo(other).eps else other
-
-
 def _largest_share(differences: Tensor, bounds: Tensor) -> Tensor:
     """Return the largest |difference| over its bound. Both are zero where float32 cannot hold a bound of zero."""
     # max() of a NaN is NaN, which no comparison finds.
     return (differences.abs() / bounds).where(differences != 0, 0.0).nan_to_num(torch.inf, posinf=torch.inf).max()
 
 
-def _quantile(values: Tensor, share: float) -> Tensor:
+def quantile(values: Tensor, share: float) -> Tensor:
     """Return a quantile without interpolation; torch.quantile refuses large tensors."""
     flat = values.flatten()
     return flat.kthvalue(max(1, math.ceil(share * flat.numel())))[0]
@@ -395,11 +363,6 @@ def _sampled(count: int) -> _IntArray:
     if count <= _MOST_ELEMENTS:
         return np.arange(count)
     return np.random.default_rng(0).choice(count, _MOST_ELEMENTS, replace=False)
-
-
-def _are_finite(*tensors: Tensor) -> bool:
-    """Return whether figures can be computed of these values."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def _line(y: _FloatArray, error: _FloatArray, weights: _FloatArray) -> tuple[float, float]:

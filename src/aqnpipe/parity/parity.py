@@ -52,7 +52,7 @@ def parity_of(first: Capture, second: Capture, substitute: Callable[[Sides], Sub
         first=sides.first.identity,
         second=sides.second.identity,
         same_inputs=sides.same_inputs,
-        num_rows=len(sides.first_rows),
+        num_rows=sides.shared.num_rows,
         first_beyond_rounding=beyond[0].name if beyond else None,
         operators=operators,
         log_probabilities=log_probabilities,
@@ -67,11 +67,8 @@ def _not_compared(sides: Sides) -> tuple[str, ...]:
     decoded = sides.first.tokens.join(sides.second.tokens, on=["sequence", "position"], suffix="_second").filter(
         pl.col("is_decoded") | pl.col("is_decoded_second")
     )
-    samples = sides.first.sample, sides.second.sample
-    if decoded.height and not any(
-        all(sample.row(sequence, position) is not None for sample in samples)
-        for sequence, position in decoded.select("sequence", "position").iter_rows()
-    ):
+    places = decoded.select("sequence", "position").iter_rows()
+    if decoded.height and not any(sides.shared.row(*place) is not None for place in places):
         return ("No decoded token is among the recorded ones: no operator was compared while decoding.",)
     return ()
 

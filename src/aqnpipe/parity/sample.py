@@ -1,17 +1,32 @@
-"""Which tokens are run, in which batches and calls, and of which the operators are recorded.
+"""The tokens that are run: in which calls, of which the operators are recorded, and their log-probabilities.
 
 Recorded are the first tokens of the first sequences. A prefix is closed under causal attention: nothing outside of it
 enters its values, so another machine can be fed exactly the same inputs, and errors put into it have their full effect.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+_LOGITS_AT_ONCE = 2**19
+"""Logits that are made float64 at once: no more than fit into a processor's caches."""
+
 Padding = Literal["left", "right"]
+
+Score = tuple[float, int]
+"""The log-probability of a token, and the most likely id in its place."""
+
+
+class Token(NamedTuple):
+    """A token of a forward call: its row and column in the batch, its sequence, and its position there."""
+
+    row: int
+    column: int
+    sequence: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -25,11 +40,36 @@ class Sample:
         """Number of recorded tokens."""
         return sum(self.lengths)
 
+    @property
+    def positions(self) -> Tensor:
+        """The position of every recorded token in its sequence, [rows]."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
     def row(self, sequence: int, position: int) -> int | None:
         """Return the row of a token; None if it is not recorded."""
         if sequence >= len(self.lengths) or position >= self.lengths[sequence]:
             return None
         return sum(self.lengths[:sequence]) + position
+
+    def shared(self, other: "Sample") -> "Sample":
+        """Return the tokens that both samples have."""
+        pairs = zip(self.lengths, other.lengths, strict=False)
+        return Sample(tuple(min(pair) for pair in pairs))
+
+    def rows_of(self, part: "Sample") -> Tensor:
+        """Return the rows of the tokens of another sample, all of which are in this one."""
+        starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        return torch.cat([start + torch.arange(length) for start, length in zip(starts, part.lengths, strict=False)])
+
+    def places(self, tokens: Iterable[Token]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the recorded ones of the tokens of a call: rows and columns of the batch, and rows of the sample."""
+        found = [
+            (token.row, token.column, row)
+            for token in tokens
+            if (row := self.row(token.sequence, token.position)) is not None
+        ]
+        rows, columns, recorded = torch.tensor(found, dtype=torch.long).reshape(-1, 3).unbind(-1)
+        return rows, columns, recorded
 
 
 def choose_sample(lengths: Sequence[int], max_rows: int) -> Sample:
@@ -43,74 +83,56 @@ def choose_sample(lengths: Sequence[int], max_rows: int) -> Sample:
     return Sample(tuple(chosen))
 
 
-@dataclass(frozen=True)
-class Call:
-    """One forward call: columns `first` to `last` (exclusive) of a padded batch.
-
-    `places` are the recorded tokens of this call as (row of the batch, column of the call, row of the sample);
-    `keys` the recorded tokens whose keys the call reads, with columns from the start of the batch.
-    """
+class Call(NamedTuple):
+    """One forward call over some columns of a padded batch; `mask` is None without padding, `tokens` has none of it."""
 
     token_ids: Tensor
     mask: Tensor | None
     positions: Tensor
-    first: int
-    last: int
-    places: tuple[Tensor, Tensor, Tensor]
-    keys: tuple[Tensor, Tensor, Tensor]
+    tokens: tuple[Token, ...]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Sequences of one batch, padded to one width; `offsets` are the columns of their first tokens."""
-
-    first_sequence: int
-    sequences: tuple[tuple[int, ...], ...]
-    padding: Padding
-
-    @property
-    def width(self) -> int:
-        """Number of columns."""
-        return max(map(len, self.sequences))
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Column of the first token of each sequence."""
-        return tuple(self.width - len(ids) if self.padding == "left" else 0 for ids in self.sequences)
-
-    def calls(self, sample: Sample, num_decoded: int, pad_token: int) -> Iterator[Call]:
-        """Yield the prefill and `num_decoded` calls of one column each."""
-        ids = torch.full((len(self.sequences), self.width), pad_token)
-        mask = torch.zeros_like(ids)
-        for number, (offset, sequence) in enumerate(zip(self.offsets, self.sequences, strict=True)):
-            ids[number, offset : offset + len(sequence)] = torch.tensor(sequence)
-            mask[number, offset : offset + len(sequence)] = 1
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)
-        start = self.width - num_decoded
-        for first, last in [(0, start), *((column, column + 1) for column in range(start, self.width))]:
-            yield Call(
-                token_ids=ids[:, first:last],
-                mask=None if bool(mask.all()) else mask[:, :last],
-                positions=positions[:, first:last],
-                first=first,
-                last=last,
-                places=self._places(sample, first, last),
-                keys=self._places(sample, 0, last),
-            )
-
-    def _places(self, sample: Sample, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
-        found = [
-            (number, offset + position - first, row)
-            for number, (offset, sequence) in enumerate(zip(self.offsets, self.sequences, strict=True))
-            for position in range(len(sequence))
-            if first <= offset + position < last
-            and (row := sample.row(self.first_sequence + number, position)) is not None
-        ]
-        numbers, columns, rows = torch.tensor(found, dtype=torch.long).reshape(-1, 3).unbind(-1)
-        return numbers, columns, rows
+def calls(
+    sequences: Sequence[Sequence[int]], first_sequence: int, padding: Padding, num_decoded: int, pad_token: int
+) -> Iterator[Call]:
+    """Yield the calls of a batch, the prefill and `num_decoded` of one column; `first_sequence` is that of row 0."""
+    width = max(map(len, sequences))
+    ids = torch.full((len(sequences), width), pad_token)
+    mask = torch.zeros_like(ids)
+    tokens = []
+    for row, sequence in enumerate(sequences):
+        offset = width - len(sequence) if padding == "left" else 0
+        ids[row, offset : offset + len(sequence)] = torch.tensor(sequence)
+        mask[row, offset : offset + len(sequence)] = 1
+        tokens += [(row, offset + position, first_sequence + row, position) for position in range(len(sequence))]
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    start = width - num_decoded
+    for first, last in [(0, start), *((column, column + 1) for column in range(start, width))]:
+        yield Call(
+            token_ids=ids[:, first:last],
+            mask=None if bool(mask.all()) else mask[:, :last],
+            positions=positions[:, first:last],
+            tokens=tuple(
+                Token(row, column - first, sequence, position)
+                for row, column, sequence, position in tokens
+                if first <= column < last
+            ),
+        )
 
 
-def batches_of(sequences: Sequence[Sequence[int]], batch_size: int, padding: Padding) -> list[Batch]:
-    """Return the sequences in batches, in their order."""
-    rows = tuple(map(tuple, sequences))
-    return [Batch(first, rows[first : first + batch_size], padding) for first in range(0, len(rows), batch_size)]
+def score(logits: Tensor, tokens: Iterable[Token], sequences: Sequence[Sequence[int]]) -> dict[tuple[int, int], Score]:
+    """Return the scores, by sequence and position, of what follows the tokens of a call in their sequences.
+
+    `logits` are [rows, columns, vocabulary].
+    """
+    followed = [token for token in tokens if token.position + 1 < len(sequences[token.sequence])]
+    found: dict[tuple[int, int], Score] = {}
+    at_once = max(1, _LOGITS_AT_ONCE // logits.shape[-1])
+    for first in range(0, len(followed), at_once):
+        part = followed[first : first + at_once]
+        chosen = logits[[token.row for token in part], [token.column for token in part]].double()
+        places = [(token.sequence, token.position + 1) for token in part]
+        targets = torch.tensor([sequences[sequence][position] for sequence, position in places]).to(chosen.device)
+        values = chosen.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
+        found |= zip(places, zip(values, chosen.argmax(-1).tolist(), strict=True), strict=True)
+    return found

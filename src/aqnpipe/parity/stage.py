@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from aqnpipe.artifacts.files import read_table, write_json
 from aqnpipe.artifacts.parities import CaptureConfig
 from aqnpipe.artifacts.problems import ProblemTable
@@ -32,27 +30,15 @@ def measure_parity(
     questions = read_table(problems, ProblemTable)["question"].head(_NUM_PROMPTS)
     prompts = prompt_token_ids(questions, spec.prompt, load_tokenizer(model_dir))
     sequences = [ids[-_MOST_TOKENS:] for ids in prompts]
-    config = CaptureConfig(dtype=spec.dtype, attention=spec.attention)
-    first = _captured(spec, model_dir, sequences, config, None)
-    changed = spec.counterpart.model_dump(exclude_none=True) | {"max_bytes": _REPLAY_BYTES}
-    second = _captured(spec, model_dir, sequences, config.model_copy(update=changed), first)
-    parity = parity_of(first, second)
-    write_json(output, parity)
-    say(f"{spec.model_role} on {spec.machine}: {parity.verdict}: {parity.summary}")
+    target = torch_device(resolve_device(spec.device).kind)
 
-
-def _captured(
-    spec: ParitySpec,
-    model_dir: Path,
-    sequences: list[list[int]],
-    config: CaptureConfig,
-    replay: Capture | None,
-) -> Capture:
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.threads)
-    try:
-        target = torch_device(resolve_device(spec.device).kind)
+    def captured(config: CaptureConfig, replay: Capture | None = None) -> Capture:
         model = load_model(model_dir, dtype=config.dtype, attention=config.attention, device=target)
         return seal(capture(model, model_dir, str(model_dir), sequences, config, replay))[0]
-    finally:
-        torch.set_num_threads(before)
+
+    config = CaptureConfig(dtype=spec.dtype, attention=spec.attention)
+    changed = spec.counterpart.model_dump(exclude_none=True) | {"max_bytes": _REPLAY_BYTES}
+    first = captured(config)
+    parity = parity_of(first, captured(config.model_copy(update=changed), first))
+    write_json(output, parity)
+    say(f"{spec.model_role} on {spec.machine}: {parity.verdict}: {parity.summary}")

@@ -8,7 +8,7 @@ import typer
 
 from aqnpipe.artifacts.parities import WITHIN_ROUNDING, Backend, CaptureIdentity
 from aqnpipe.cli.options import check_writable, console_of, find_model, given_options, load
-from aqnpipe.cli.parity.running import Bounds, folder_of, make_capture, parse_side, refuse_unused, token_ids, validated
+from aqnpipe.cli.parity.running import folder_of, make_capture, parse_side, refuse_unused, token_ids, validated
 from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.errors import ConfigError
@@ -65,18 +65,18 @@ def capture(
         "capture",
         {"backend": backend, "dtype": dtype, "attention": attention, "device": device, "batch_size": batch_size}
         | {"padding": padding, "decode": decode, "threads": threads}
-        | {"tensor_parallel": tensor_parallel, "batch_invariant": batch_invariant},
+        | {"tensor_parallel": tensor_parallel, "batch_invariant": batch_invariant}
+        | {"max_bytes": max_megabytes * 1_000_000, "max_rows": rows},
     )
-    bounds = Bounds(max_megabytes, rows)
     other = None if replay is None else read_capture(replay)
     if other is None:
         ids = token_ids(data, folder_of(model), sequences, tokens, seed)
     else:
         _refuse_token_options(given)
-        _refuse_other_model(model, other.identity)
+        _refuse_other_model("capture", model, other.identity)
         ids = other.sequences
     with console_of(stderr=True).status("capturing"):
-        found = write_capture(output, make_capture(model, side, ids, bounds, other))
+        found = write_capture(output, make_capture(model, side, ids, other))
     identity = found.identity
     typer.echo(
         f"{identity.model}, {identity.setting}: {len(found.operators)} operators on {found.sample.num_rows} of "
@@ -96,16 +96,16 @@ def _refuse_token_options(given: Sequence[str]) -> None:
             )
 
 
-def _refuse_other_model(model: str, identity: CaptureIdentity) -> None:
-    """Raise ConfigError before any work if the model is not the one of the replayed capture."""
+def _refuse_other_model(option: str, model: str, identity: CaptureIdentity) -> None:
+    """Raise ConfigError before any work if the model is not the one of a capture."""
     from aqnpipe.parity.identity import model_facts
 
     facts = model_facts(folder_of(model), model)
     for name, what in (("weights_sha256", "weights"), ("tokenizer_sha256", "tokenizer")):
         if facts[name] != getattr(identity, name):
             raise ConfigError(
-                f"--replay: its {what} have SHA-256 {str(getattr(identity, name))[:12]} ({identity.model}), those of "
-                f"{model} {str(facts[name])[:12]}; expected the same model"
+                f"{option} {model}: its {what} have SHA-256 {str(facts[name])[:12]}, those of the capture "
+                f"{str(getattr(identity, name))[:12]} ({identity.model}); expected the same model"
             )
 
 
@@ -190,11 +190,12 @@ def _live(
 ) -> "tuple[Capture, Capture]":
     from aqnpipe.parity.capture_file import seal
 
-    sides, bounds = (parse_side("--first", first), parse_side("--second", second)), Bounds(200, 256)
+    sides = parse_side("--first", first), parse_side("--second", second)
     ids = token_ids(data, folder_of(model), sequences, tokens, 0)
-    one, _ = seal(make_capture(model, sides[0], ids, bounds))
+    one, _ = seal(make_capture(model, sides[0], ids))
     # The second has the results of the first beside its own.
-    other, _ = seal(make_capture(model, sides[1], ids, Bounds(10 * bounds.max_megabytes, bounds.rows), one))
+    larger = sides[1].model_copy(update={"max_bytes": 10 * sides[1].max_bytes})
+    other, _ = seal(make_capture(model, larger, ids, one))
     return one, other
 
 
@@ -202,16 +203,10 @@ def _substituted(model: str, sides: "Sides", threads: int) -> "Substitution":
     import torch
 
     from aqnpipe.parity.effects import Substitutions
-    from aqnpipe.parity.identity import model_facts
 
     identity = sides.first.identity
+    _refuse_other_model("--model", model, identity)
     attention: Attention = "sdpa" if identity.attention == "sdpa" else "eager"
     source = find_model(model, identity.dtype, attention, random_weights=False)
-    found = model_facts(source.folder, model)["weights_sha256"]
-    if found != identity.weights_sha256:
-        raise ConfigError(
-            f"--model {model}: its weights have SHA-256 {found[:12]}, expected those of the captures, "
-            f"{identity.weights_sha256[:12]}"
-        )
     torch.set_num_threads(threads)
     return Substitutions(load(source, torch.device("cpu"), 0), sides, threads).measured()

@@ -2,17 +2,16 @@
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from aqnpipe.artifacts.parities import Backend, CaptureConfig
+from aqnpipe.artifacts.parities import CaptureConfig
 from aqnpipe.cli.options import find_model, load, usable_device
-from aqnpipe.config.base import FrozenModel, describe_validation_error, key_values
-from aqnpipe.config.model import Attention, Dtype, read_model_config
+from aqnpipe.config.base import describe_validation_error, key_values
+from aqnpipe.config.model import read_model_config
 from aqnpipe.device import DeviceKind, nvidia_capability
 from aqnpipe.errors import ConfigError
 from aqnpipe.generation.vllm.batch_invariance import why_not_batch_invariant
@@ -26,37 +25,18 @@ if TYPE_CHECKING:
 _WITHOUT_EFFECT = {"vllm": ("attention", "padding"), "transformers": ("tensor_parallel", "batch_invariant")}
 
 
-class Side(FrozenModel):
-    """One configuration of a model: how and where it is run.
-
-    batch_invariant: vLLM's mode; None takes it from vLLM's environment variable.
-    """
-
-    backend: Backend = "transformers"
-    dtype: Dtype = "float32"
-    attention: Attention = "eager"
-    device: str = "cpu"
-    batch_size: int = 8
-    padding: str = "left"
-    decode: int = 4
-    threads: int = 1
-    tensor_parallel: int = 1
-    batch_invariant: bool | None = None
+_KEYS = (
+    *("backend", "dtype", "attention", "device", "batch_size", "padding", "decode", "threads"),
+    *("tensor_parallel", "batch_invariant"),
+)
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """How large a capture may be."""
-
-    max_megabytes: int
-    rows: int
-
-
-def parse_side(option: str, text: str) -> Side:
-    """Return the side in text such as `dtype=bfloat16,attention=sdpa`; ConfigError if it is none."""
-    settings = key_values(option, text, Side.model_fields) if text.strip() else {}
+def parse_side(option: str, text: str) -> CaptureConfig:
+    """Return the configuration in text such as `dtype=bfloat16,attention=sdpa`; ConfigError if it is none."""
+    settings = key_values(option, text, _KEYS) if text.strip() else {}
     refuse_unused(f"{option} {text!r}", settings.get("backend"), settings)
-    return validated(option, settings)
+    # A refusal names the number, not its text.
+    return validated(option, {key: int(value) if value.isdecimal() else value for key, value in settings.items()})
 
 
 def refuse_unused(option: str, backend: str | None, given: Iterable[str]) -> None:
@@ -67,56 +47,30 @@ def refuse_unused(option: str, backend: str | None, given: Iterable[str]) -> Non
         raise ConfigError(f"{option}: found {unused[0]}, which has no effect on {name}, expected none")
 
 
-def validated(option: str, settings: dict[str, Any]) -> Side:
-    """Return the side with these settings; ConfigError, with the name of the option, for a value out of range."""
+def validated(option: str, settings: Mapping[str, Any]) -> CaptureConfig:
+    """Return a configuration with these settings; ConfigError, with the name of the option, for a wrong value."""
     try:
-        side = Side.model_validate(settings, strict=False)
-        config_of(side, Bounds(1, 1))
+        return CaptureConfig.model_validate(settings, strict=False)
     except ValidationError as error:
         raise ConfigError(f"{option}: {describe_validation_error(error)}") from error
-    return side
-
-
-def config_of(side: Side, bounds: Bounds) -> CaptureConfig:
-    """Return how a model is run for a side."""
-    return CaptureConfig.model_validate(
-        {
-            "dtype": side.dtype,
-            "attention": side.attention,
-            "batch_size": side.batch_size,
-            "padding": side.padding,
-            "num_decoded": side.decode,
-            "threads": side.threads,
-            "tensor_parallel": side.tensor_parallel,
-            "max_bytes": bounds.max_megabytes * 1_000_000,
-            "max_rows": bounds.rows,
-        }
-    )
 
 
 def make_capture(
-    model: str, side: Side, sequences: list[list[int]], bounds: Bounds, replay: "Capture | None" = None
+    model: str, config: CaptureConfig, sequences: list[list[int]], replay: "Capture | None" = None
 ) -> "Capture":
     """Return the capture of a model in one configuration; ConfigError or ModelError if it cannot be made."""
-    import torch
-
     from aqnpipe.parity.capture import capture
 
-    config = config_of(side, bounds)
-    device = usable_device(side.device)
-    source = find_model(model, side.dtype, side.attention, random_weights=False)
-    if side.backend == "vllm":
-        check_vllm(kind := device.type)  # type: ignore[arg-type]
+    device = usable_device(config.device)
+    source = find_model(model, config.dtype, config.attention, random_weights=False)
+    if config.backend == "vllm":
+        kind: DeviceKind = device.type  # type: ignore[assignment] # torch has a str
+        check_vllm(kind)
         from aqnpipe.parity.vllm.capture import capture_vllm
 
-        config = config.model_copy(update={"batch_invariant": _requested_invariance(side, kind)})  # type: ignore[arg-type]
-        return capture_vllm(source.folder, model, sequences, config, kind, replay)  # type: ignore[arg-type]
-    before = torch.get_num_threads()
-    torch.set_num_threads(side.threads)
-    try:
-        return capture(load(source, device, 0), source.folder, model, sequences, config, replay)
-    finally:
-        torch.set_num_threads(before)
+        config = config.model_copy(update={"batch_invariant": _requested_invariance(config.batch_invariant, kind)})
+        return capture_vllm(source.folder, model, sequences, config, kind, replay)
+    return capture(load(source, device, 0), source.folder, model, sequences, config, replay)
 
 
 def folder_of(model: str) -> Path:
@@ -124,9 +78,9 @@ def folder_of(model: str) -> Path:
     return find_model(model, "float32", "eager", random_weights=False).folder
 
 
-def _requested_invariance(side: Side, device: DeviceKind) -> bool:
+def _requested_invariance(found: bool | None, device: DeviceKind) -> bool:
     """Return whether vLLM's batch-invariant mode is requested; ConfigError if the device does not have it."""
-    found, place = side.batch_invariant, "batch-invariant mode"
+    place = "batch-invariant mode"
     if found is None:
         value, place = os.environ.get(BATCH_INVARIANT, "0"), f"the environment variable {BATCH_INVARIANT}"
         if value not in ("0", "1"):

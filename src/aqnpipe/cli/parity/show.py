@@ -1,6 +1,7 @@
 """A parity as lines for the terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from statistics import median_high
 
 from aqnpipe.artifacts.parities import SEVERITY, OperatorParity, ParityFile, Substitution
 from aqnpipe.cli.options import aligned
@@ -58,9 +59,9 @@ def _kind_row(kind: str, rows: Sequence[OperatorParity], alone: float | None) ->
         kind,
         str(len(rows)),
         worst.verdict,
-        f"{_median(row.relative_rms for row in rows):.2g}",
+        f"{median_high(row.relative_rms for row in rows):.2g}",
         f"{max((row.bias for row in rows), key=abs):+.1g}",
-        f"{_median(row.ulps_p99 for row in rows):.3g}",
+        f"{median_high(row.ulps_p99 for row in rows):.3g}",
         f"{100 * sum(same) / len(same):.0f} %" if same else "",
         f"{max(row.bound_share for row in rows):.2g}",
         f"{rows[-1].accumulated_relative_rms:.2g}",
@@ -104,7 +105,7 @@ def log_probability_lines(file: ParityFile) -> list[str]:
 def scale_lines(file: ParityFile) -> list[str]:
     """Return relative noise of 5 % on matrix products as a multiple of the measured difference; empty if it is zero."""
     products = [row.relative_rms for row in file.operators if row.is_product]
-    typical = _median(products) if products else 0.0
+    typical = median_high(products) if products else 0.0
     if not typical:
         return []
     return [
@@ -147,8 +148,3 @@ def _by_kind(rows: Sequence[OperatorParity]) -> dict[str, list[OperatorParity]]:
     for row in rows:
         found.setdefault(row.kind, []).append(row)
     return found
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]

@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,11 @@ from aqnpipe.config.model import read_model_config
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.generation.vllm.engine import VllmEngine
-from aqnpipe.parity.capture import (
-    Score,
-    assemble,
-    check_sequences,
-    replay_values,
-    sample_that_fits,
-)
+from aqnpipe.parity.capture import Pass, Scores, captured, check_sequences, replay_values
 from aqnpipe.parity.capture_file import Capture
-from aqnpipe.parity.forms import Operator
-from aqnpipe.parity.identity import machine_facts, model_facts
-from aqnpipe.parity.recorder import Recorded, Tally
-from aqnpipe.parity.sample import Sample, choose_sample
+from aqnpipe.parity.identity import machine_facts
+from aqnpipe.parity.recorder import Recording
+from aqnpipe.parity.sample import choose_sample
 from aqnpipe.parity.vllm.tokens import SEQUENCE
 from aqnpipe.seeding import keyed_generator
 
@@ -42,80 +34,78 @@ _TOKENS_PER_PASS = 2048
 class EngineCapture:
     """A running engine whose workers record operators."""
 
-    def __init__(self, engine: VllmEngine, folder: Path, config: CaptureConfig, scratch: Path) -> None:
-        self.engine, self._folder, self._config, self._scratch = engine, folder, config, scratch
-        self.attention = ""
+    def __init__(
+        self, engine: VllmEngine, folder: Path, config: CaptureConfig, device: DeviceKind, scratch: Path
+    ) -> None:
+        self._running, self._folder, self._config, self._scratch = engine, folder, config, scratch
+        self._device = torch.device(device)
+        self._attention = ""
+        self._held = engine.call_workers("aqnpipe_compare_with_files", str(folder))
+        described = read_model_config(folder)
+        self.num_layers, self._vocabulary = int(described["num_hidden_layers"]), int(described["vocab_size"])
+        self.proven = self._prove()
 
-    def run(
-        self,
-        sequences: Sequence[Sequence[int]],
-        num_decoded: int,
-        sample: Sample,
-        replay: Path | None,
-        *,
-        judges: bool,
-    ) -> tuple[dict[str, Recorded], dict[tuple[int, int], Score]]:
-        """Return what was recorded of the sample, and the scores of all tokens.
-
-        Raises ModelError unless vLLM ran the tokens of `sequences`, the last `num_decoded` of each in decode.
-        """
-        ids = [list(sequence) for sequence in sequences]
-        path = None if replay is None else str(replay)
-        self.engine.call_workers("aqnpipe_begin_capture", ids, num_decoded, list(sample.lengths), path, judges)
+    def run(self, asked: Pass) -> tuple[Recording, Scores]:
+        """See `Engine`. Raises ModelError unless vLLM ran exactly these tokens."""
+        ids, values, target = [list(row) for row in asked.sequences], None, self._scratch / "recorded.safetensors"
+        if asked.fed is not None:
+            values = str(self._scratch / "replay.safetensors")
+            save_file({name: tensor.contiguous() for name, tensor in asked.fed.items()}, values)
+        lengths, num_decoded = list(asked.sample.lengths), asked.num_decoded
+        self._running.call_workers("aqnpipe_begin_capture", ids, num_decoded, lengths, values, asked.judges)
         for first in range(0, len(ids), self._config.batch_size):
             self._read(ids[first : first + self._config.batch_size], num_decoded, first)
-        target = self._scratch / "recorded.safetensors"
-        reply, *others = self.engine.call_workers("aqnpipe_end_capture", str(target))
+        reply, *others = self._running.call_workers("aqnpipe_end_capture", str(target))
         if any(other["sha256"] != reply["sha256"] for other in others):
             raise ReceiptError("vLLM's tensor-parallel workers recorded other values than each other")
-        self.attention = reply["attention"]
+        self._attention = reply["attention"]
         scores = {(sequence, position): (value, best) for sequence, position, value, best in reply["scores"]}
-        return _recorded(reply["operators"], load_file(target)), scores
+        return Recording(reply["operators"], load_file(target)), scores
 
     def _read(self, batch: list[list[int]], num_decoded: int, first: int) -> None:
         """Run a batch. The last token that vLLM chooses is not run, so there is one more than those to decode."""
         from vllm import SamplingParams
 
-        parameters = [
-            SamplingParams(
-                max_tokens=num_decoded + 1,
-                temperature=0.0,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={SEQUENCE: first + row},
-            )
-            for row in range(len(batch))
-        ]
-        prompts = [ids[: len(ids) - num_decoded] for ids in batch]
-        for ids, output in zip(batch, self.engine.complete(prompts, parameters), strict=True):
-            chosen = list(output.outputs[0].token_ids)[:num_decoded]
-            if chosen != ids[len(ids) - num_decoded :]:
-                raise ModelError(f"vLLM decoded the ids {chosen[:4]}, expected {ids[len(ids) - num_decoded :][:4]}")
+        given = {"max_tokens": num_decoded + 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        numbers = range(first, first + len(batch))
+        parameters = [SamplingParams(**given, extra_args={SEQUENCE: number}) for number in numbers]
+        # The workers prove that each token is the given one.
+        self._running.complete([ids[: len(ids) - num_decoded] for ids in batch], parameters)
 
-    def prove(self, vocabulary: int) -> dict[str, Recorded]:
-        """Load random weights, compare every operator with its form, and load the model's weights again.
-
-        Raises ModelError, which names the first operator that computes something else.
-        """
+    def _prove(self) -> Recording:
+        """Load random weights, compare every operator with its form, and load the weights again; see `Engine`."""
         generator, random = keyed_generator("cpu", 0, "parity.proof"), self._scratch / "random"
         random.mkdir()
         for path in sorted(self._folder.glob("*.safetensors")):
             save_file({name: _random(part, generator) for name, part in load_file(path).items()}, random / path.name)
-        self.engine.call_workers("aqnpipe_load_for_capture", str(random))
+        self._running.call_workers("aqnpipe_load_for_capture", str(random))
         shape = (2, _PROOF_TOKENS)
-        sequences = torch.randint(vocabulary, shape, generator=generator).tolist()
+        sequences = torch.randint(self._vocabulary, shape, generator=generator).tolist()
         sample = choose_sample([_PROOF_TOKENS] * 2, 2 * _PROOF_TOKENS)
         num_decoded = min(self._config.num_decoded, _PROOF_DECODED)
-        recorded, _ = self.run(sequences, num_decoded, sample, None, judges=True)
-        self.engine.call_workers("aqnpipe_load_for_capture", str(self._folder))
+        recording, _ = self.run(Pass(sequences, num_decoded, sample))
+        self._running.call_workers("aqnpipe_load_for_capture", str(self._folder))
         shutil.rmtree(random)
-        for name, found in recorded.items():
-            if found.tally.loose > 1 or not found.is_linked:
+        for name, row in recording.operators.items():
+            if row["loose"] > 1 or not row["is_linked"]:
                 raise ModelError(
-                    f"vLLM's {self.engine.description['model_class']}: on random weights its {name} is not what parity "
-                    f"takes it for (error {found.tally.loose:.3g} times the bound of rounding): it cannot be mapped"
+                    f"vLLM's {self._running.description['model_class']}: on random weights its {name} is not what "
+                    f"parity takes it for (error {row['loose']:.3g} times the bound of rounding): it cannot be mapped"
                 )
-        return recorded
+        return recording
+
+    def facts(self) -> dict[str, Any]:
+        """See `Engine`."""
+        description = self._running.description
+        return {
+            **machine_facts(self._device),
+            "model_class": str(description["model_class"]),
+            "backend": "vllm",
+            "attention": self._attention,
+            "versions": {**versions(), "vllm": str(description["vllm"])},
+            "num_compared_parameters": min(worker["compared"] for worker in self._held),
+            "stale_parameters": tuple(sorted({name for worker in self._held for name in worker["stale"]})),
+        }
 
 
 def capture_vllm(
@@ -131,8 +121,7 @@ def capture_vllm(
     Raises ConfigError for sequences that do not fit, ModelError if vLLM cannot run the model, if its operators cannot
     be mapped, or if it ran other tokens than the given ones.
     """
-    vocabulary = int(read_model_config(folder)["vocab_size"])
-    check_sequences(sequences, config, vocabulary)
+    check_sequences(sequences, config, int(read_model_config(folder)["vocab_size"]))
     fed = None if replay is None else replay_values(replay)
     longest = max(map(len, sequences))
     if longest * config.batch_size > _TOKENS_PER_PASS:
@@ -151,51 +140,12 @@ def capture_vllm(
             device=device,
             threads=config.threads,
             worker_extension=WORKER_EXTENSION,
-            batch_invariant=config.batch_invariant,
+            batch_invariant=bool(config.batch_invariant),
             tensor_parallel=config.tensor_parallel,
         ) as engine,
     ):
-        scratch = Path(scratch_name)
-        held = engine.call_workers("aqnpipe_compare_with_files", str(folder))
-        running = EngineCapture(engine, folder, config, scratch)
-        proven = running.prove(vocabulary)
-        num_layers = int(read_model_config(folder)["num_hidden_layers"])
-        sample = sample_that_fits(proven, num_layers, config, sequences, replay)
-        started = time.monotonic()
-        recorded, scores = running.run(sequences, config.num_decoded, sample, None, judges=replay is None)
-        replayed: dict[str, Recorded] | None = None
-        replay_scores: dict[tuple[int, int], Score] = {}
-        if fed is not None:
-            values = scratch / "replay.safetensors"
-            save_file({name: tensor.contiguous() for name, tensor in fed.items()}, values)
-            used = sequences[: -(-len(sample.lengths) // config.batch_size) * config.batch_size]
-            replayed, replay_scores = running.run(used, config.num_decoded, sample, values, judges=True)
-        description = engine.description
-        facts: dict[str, Any] = {
-            **model_facts(folder, source),
-            **machine_facts(torch.device(device)),
-            "model_class": str(description["model_class"]),
-            "backend": "vllm",
-            "attention": running.attention,
-            "versions": {**versions(), "vllm": str(description["vllm"])},
-            "num_compared_parameters": min(worker["compared"] for worker in held),
-            "stale_parameters": tuple(sorted({name for worker in held for name in worker["stale"]})),
-            "seconds": round(time.monotonic() - started, 3),
-        }
-        return assemble(facts, config, sequences, sample, recorded, scores, replay, replayed, replay_scores)
-
-
-def _recorded(facts: list[dict[str, Any]], tensors: dict[str, Tensor]) -> dict[str, Recorded]:
-    return {
-        row["name"]: Recorded(
-            operator=Operator(row["name"], row["kind"], row["layer"], None, row["is_wide"]),
-            width=row["width"],
-            **{kind: tensors[f"{kind}/{row['name']}"] for kind in ("output", "exact", "bound", "input_rms")},
-            tally=Tally(**row["tally"]),
-            is_linked=row["is_linked"],
-        )
-        for row in facts
-    }
+        running = EngineCapture(engine, folder, config, device, Path(scratch_name))
+        return captured(running, folder, source, sequences, config, replay, fed)
 
 
 def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:

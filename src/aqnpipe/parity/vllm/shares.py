@@ -10,30 +10,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aqnpipe.generation.vllm.linears import Linear, Projection, head_of
+from aqnpipe.generation.vllm.linears import head_of
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.parity.forms import EmbeddingForm, LinearForm
 from aqnpipe.parity.identity import Share
 
 
-def whole(values: Tensor, shard: Shard | None) -> Tensor:
-    """Return rows [rows, width] of all workers' `values` [rows, ...]; those of one that has all of them as they are."""
-    if shard is None:
-        return values
+def gather(own: Tensor) -> Tensor:
+    """Return the columns [rows, width] of all workers behind each other, in the order of their ranks."""
     from vllm.distributed import tensor_model_parallel_all_gather
 
-    return shard.whole(tensor_model_parallel_all_gather(values.flatten(1).contiguous()))
-
-
-def own_share(values: Tensor, shard: Shard | None, like: Tensor) -> Tensor:
-    """Return what this worker has of whole `values`, in the shape of `like`."""
-    return values if shard is None else shard.of(values.flatten(1)).reshape(like.shape)
+    found: Tensor = tensor_model_parallel_all_gather(own.contiguous())
+    return found
 
 
 @dataclass(frozen=True)
 class SharedLinearForm(LinearForm):
-    """A product whose weight [out, in] lies on several workers: this worker's rows, or its columns."""
+    """A product of whose weight [out, in] a worker has some rows, some columns, or all."""
 
     output_shard: Shard | None = None
     input_shard: Shard | None = None
@@ -44,7 +38,7 @@ class SharedLinearForm(LinearForm):
             bias = None if self.bias is None else _rows(self.bias[:, None], channels, self.output_shard)[:, 0]
             return _rows(self.weight, channels, self.output_shard), bias
         weight, bias = super().rows(channels)
-        return whole(weight, self.input_shard), bias
+        return weight if self.input_shard is None else self.input_shard.whole(gather(weight)), bias
 
 
 @dataclass(frozen=True)
@@ -56,13 +50,6 @@ class SharedEmbeddingForm(EmbeddingForm):
     def rows(self, ids: Tensor) -> Tensor:
         """See `EmbeddingForm`; every worker must call this with the same ids."""
         return super().rows(ids) if self.shard is None else _rows(self.weight, ids, self.shard)
-
-
-def linear_form(linear: Linear, projection: Projection, weight: Tensor, bias: Tensor | None) -> LinearForm:
-    """Return the form of one projection of a linear module, of which `weight` is on this worker."""
-    if projection.output_shard is None and projection.input_shard is None:
-        return LinearForm(weight, bias)
-    return SharedLinearForm(weight, bias, projection.output_shard, projection.input_shard)
 
 
 def embedding_form(module: torch.nn.Module) -> EmbeddingForm:

@@ -1,6 +1,5 @@
 """Methods for vLLM's workers that record operators. Arguments and results are plain data; tensors go through files."""
 
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ from aqnpipe.errors import AqnpipeError
 from aqnpipe.generation.vllm.modules import EngineModel
 from aqnpipe.generation.vllm.worker import NoiseExtension
 from aqnpipe.models.loading import stored_tensors
-from aqnpipe.parity.capture import Replay, score_rows
 from aqnpipe.parity.identity import compare_with_files
-from aqnpipe.parity.recorder import Recorder
-from aqnpipe.parity.sample import Sample
-from aqnpipe.parity.vllm.shares import shares_of_weights
+from aqnpipe.parity.recorder import Recorder, replaying
+from aqnpipe.parity.sample import Sample, Score, Token, score
+from aqnpipe.parity.vllm.shares import gather, shares_of_weights
 from aqnpipe.parity.vllm.taps import EngineTaps
-from aqnpipe.parity.vllm.tokens import GivenTokens, Place, requests_of
+from aqnpipe.parity.vllm.tokens import GivenTokens, requests_of
 
 
 class CaptureExtension(NoiseExtension):
@@ -55,23 +53,19 @@ class CaptureExtension(NoiseExtension):
 
         `replay`: file of values to feed to every operator.
         """
-        self._aqnpipe_scores: dict[tuple[int, int], tuple[float, int]] = {}
+        self._aqnpipe_scores: dict[tuple[int, int], Score] = {}
 
-        def score(logits: Tensor, places: list[Place]) -> None:
-            self._aqnpipe_scores |= score_rows(logits, places, sequences)
+        def keep(logits: Tensor, tokens: list[Token]) -> None:
+            self._aqnpipe_scores |= score(logits, tokens, sequences)
 
-        edits = None if replay is None else Replay(load_file(replay))
-        self._aqnpipe_recorder = Recorder(Sample(tuple(lengths)), edits=edits, judges=judges, keeps_full=judges)
+        edit = None if replay is None else replaying(load_file(replay))
+        self._aqnpipe_recorder = Recorder(Sample(tuple(lengths)), edit=edit, judges=judges, gather=gather)
         self._aqnpipe_given = given = GivenTokens(sequences, num_decoded)
         try:
             requests_of(self.model_runner)
-            self._aqnpipe_taps = EngineTaps(
-                EngineModel(self.get_model()),
-                self._aqnpipe_recorder,
-                given,
-                lambda: requests_of(self.model_runner),
-                score,
-            )
+            engine = EngineModel(self.get_model())
+            self._aqnpipe_taps = EngineTaps(engine, given, lambda: requests_of(self.model_runner), keep)
+            self._aqnpipe_taps.of(self._aqnpipe_recorder).__enter__()
         except AqnpipeError as error:
             return {"model_error": str(error)}
         return {}
@@ -84,28 +78,12 @@ class CaptureExtension(NoiseExtension):
         self._aqnpipe_taps.stack.close()
         try:
             self._aqnpipe_given.check()
-            # The buffers were made in vLLM's passes, which run in inference mode.
+            # What was recorded was made in vLLM's passes, which run in inference mode.
             with torch.inference_mode():
-                recorded = self._aqnpipe_recorder.finish()
+                found = self._aqnpipe_recorder.finish()
         except AqnpipeError as error:
             return {"model_error": str(error)}
-        tensors: dict[str, Tensor] = {}
-        facts = []
-        for name, found in recorded.items():
-            for kind in ("output", "exact", "bound", "input_rms"):
-                tensors[f"{kind}/{name}"] = getattr(found, kind).clone().contiguous()
-            operator = found.operator
-            facts.append(
-                {
-                    "name": name,
-                    "kind": operator.kind,
-                    "layer": operator.layer,
-                    "is_wide": operator.is_wide,
-                    "width": found.width,
-                    "is_linked": found.is_linked,
-                    "tally": asdict(found.tally),
-                }
-            )
+        tensors = {name: tensor.clone().contiguous() for name, tensor in found.tensors.items()}
         digest = sha256()
         for name in sorted(tensors):
             digest.update(tensors[name].view(torch.uint8).numpy().tobytes())
@@ -113,5 +91,5 @@ class CaptureExtension(NoiseExtension):
             save_file(tensors, path)
         attention = EngineModel(self.get_model()).layers[0].attentions[0]
         kernel = type(attention.impl).__name__
-        scores = [[*place, *score] for place, score in self._aqnpipe_scores.items()]
-        return {"operators": facts, "scores": scores, "attention": kernel, "sha256": digest.hexdigest()}
+        scores = [[*place, *found_score] for place, found_score in self._aqnpipe_scores.items()]
+        return {"operators": found.operators, "scores": scores, "attention": kernel, "sha256": digest.hexdigest()}
