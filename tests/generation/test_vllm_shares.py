@@ -174,13 +174,14 @@ def cell(operator, elements, calls=2, scale=SCALE):
     return Row("evaluation", None, 0, operator, error=ERROR, calls=calls, elements=elements, **sums)
 
 
-PHASE = Row("evaluation", passes=2, audited_passes={"several tokens": 1, "one token": 1}, recomputed=50, compared=100)
+AUDITED = {"several tokens": 1, "one token": 1}
+PHASE = Row("evaluation", passes=2, audited_passes=AUDITED, recomputed=50, compared=100, keys={"seed 3, step 0": 1})
 CELLS = (cell("mm", 1280, calls=4), cell("attention", 640))
 
 
-def state(*rows, keys=(("evaluation", 3, 0, 0, 0),)):
+def state(*rows):
     """One layer on one worker: a column-parallel product of 64 columns, and a row-parallel one that all have."""
-    return RecorderState(rows=rows or (PHASE, *CELLS), noise_keys=keys)
+    return RecorderState(rows=rows or (PHASE, *CELLS))
 
 
 def merged(first, second, shares=SHARES):
@@ -203,7 +204,7 @@ def test_whole_results_are_counted_once_and_audits_are_added():
     assert (phase.passes, phase.calls) == (2, 6)
     assert phase.audited_passes == {"several tokens": 1, "one token": 1}
     assert (phase.recomputed, phase.compared) == (100, 200)
-    assert found.noise_keys == (("evaluation", 3, 0, 0, 0),)
+    assert phase.keys == {"seed 3, step 0": 1}
 
 
 def test_several_workers_may_have_the_same_share():
@@ -219,7 +220,10 @@ def test_one_worker_alone_is_returned_as_it_is():
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (state(keys=[("evaluation", 4, 0, 0, 0)]), "worker 1 of 2: the noise has other keys than on worker 0"),
+        (
+            state(with_changes(PHASE, keys={"seed 4, step 0": 1}), *CELLS),
+            "worker 1 of 2: the noise has other keys than on worker 0",
+        ),
         (state(PHASE, CELLS[1]), "evaluation mm layer 0: 0 noised calls on 0 elements, worker 0 had 4 on 1280"),
         (state(PHASE, CELLS[0]), "worker 1 of 2: evaluation: no attention was noised in layers"),
         (state(PHASE, cell("mm", 640, calls=4), CELLS[1]), "4 noised calls on 640 elements, worker 0 had 4 on"),

@@ -105,7 +105,7 @@ def pass_receipt(noise: PassNoise, measurements: Sequence[PassMeasurements]) -> 
     first = measurements[0]
     recorder = noise.recorder(first.num_layers, first.num_norms)
     states_by_rank = zip(*(shard.states for shard in measurements), strict=True)
-    merged = [merge_states(states, per_worker_draws=False) for states in states_by_rank]
+    merged = [merge_states(states) for states in states_by_rank]
     if len(merged) > 1:
         workers = [
             WorkerMeasurements(rank=rank, num_workers=len(merged), state=state) for rank, state in enumerate(merged)

@@ -37,7 +37,7 @@ from aqnpipe.models.loading import load_tokenizer, weights_sha256
 from aqnpipe.models.sharding import shard_model
 from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_receipt, read_measurements
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import WeightSync
+from aqnpipe.noise.receipts.table import Row
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
@@ -321,7 +321,7 @@ def _validation(
 
 def _metrics_table(
     log_history: Iterable[Mapping[str, float]],
-    weight_syncs: Iterable[WeightSync],
+    weight_syncs: Iterable[Row],
     validation_accuracy: Mapping[int, float],
 ) -> pl.DataFrame:
     """Return one row per optimiser step, with the columns of `artifacts.TrainingMetrics`.
@@ -329,9 +329,9 @@ def _metrics_table(
     Rewards, lengths, sigmas and the distance between sampler and actor of step N belong to the rollout that step N
     learned from; several steps may share a rollout. Wall times are left out on purpose: the table must be reproducible.
     """
-    syncs = {sync.step + 1: sync for sync in weight_syncs}
+    syncs = {(sync.step or 0) + 1: sync for sync in weight_syncs}
     rows = []
-    sync: WeightSync | None = None
+    sync: Row | None = None
     rollout: dict[str, float] = {}
     for logged in log_history:
         if "loss" not in logged:
