@@ -20,7 +20,6 @@ from aqnpipe.generation.vllm.replacement import replace
 from aqnpipe.generation.vllm.shares import find_shares
 from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.table import Row
 
@@ -190,8 +189,7 @@ def merged(first, second, shares=SHARES):
             error=ERROR, phases=("evaluation",), attention="fused", include_lm_head=False, operators="matmul"
         )
     )
-    workers = [WorkerMeasurements(rank=rank, num_workers=2, state=each) for rank, each in enumerate((first, second))]
-    return merged_workers(workers, shares, noise.recorder(1, 0))
+    return merged_workers((first, second), shares, noise.recorder(1, 0))
 
 
 def test_whole_results_are_counted_once_and_audits_are_added():
@@ -214,7 +212,7 @@ def test_several_workers_may_have_the_same_share():
 
 def test_one_worker_alone_is_returned_as_it_is():
     alone = state()
-    assert merged_workers([WorkerMeasurements(rank=0, num_workers=1, state=alone)], [{}], NOISE.recorder(1, 0)) is alone
+    assert merged_workers([alone], [{}], NOISE.recorder(1, 0)) is alone
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def _by_pass(shards: Sequence[Shard]) -> list[list[Shard]]:
 def _joined(spec: EvaluationSpec, shards: Sequence[Shard], results: Sequence[ShardResult]) -> PassResult:
     first = shards[0]
     for shard, result in zip(shards, results, strict=True):
-        _refuse_other_keys(shard, result.measurements.states)
+        _refuse_other_keys(shard, result.measurements.state)
     found: dict[int, dict[int, Completion]] = {}
     for shard, result in zip(shards, results, strict=True):
         for batch, completions in zip(shard.batches, result.completions, strict=True):
@@ -243,10 +243,10 @@ def _joined(spec: EvaluationSpec, shards: Sequence[Shard], results: Sequence[Sha
     return PassResult(first.noise_level, first.noise_seed, samples, receipt, batches, facts)
 
 
-def _refuse_other_keys(shard: Shard, states: Sequence[RecorderState]) -> None:
+def _refuse_other_keys(shard: Shard, state: RecorderState) -> None:
     """Raise ReceiptError if the noise of a shard has other keys than its noise seed and the steps of its batches."""
     due = {f"seed {shard.noise_seed}, step {batch.step}": 1 for batch in shard.batches}
-    for row in (row for state in states for row in state.phases):
+    for row in state.phases:
         if row.keys and row.keys != due:
             found, expected = min(row.keys.keys() - due.keys() or row.keys), min(due.keys() - row.keys.keys() or due)
             raise ReceiptError(

@@ -125,7 +125,7 @@ def _noised_hidden_states(
         found = _settled(recorder, "rollout", sigmas, sigma)
         # All layers have the same size. A layer without noise was not measured and counts as 0.
         seen = Row("rollout").include(found.values(), ("recomputed", "wrong"))
-        squares = [row.squares / row.elements for row in found.values() if row.elements]
+        squares = [row.squares / row.elements for row in found.values()]
         drawn = [layer_sigma**2 for layer_sigma in sigmas.values()]
         seen.add(elements=len(sigmas), squares=sum(squares), drawn_squares=sum(drawn))
         _note_sync(recorder, step, seen, sigma, len(sigmas), {hash_before, norms_sha256(model)})
@@ -146,7 +146,7 @@ def noised_actor(
 
 def _settled(recorder: ReceiptRecorder, phase: Phase, sigmas: Mapping[int, float], sigma: float) -> dict[int, Row]:
     """Record the noise on hidden states that was measured since, and return it by layer."""
-    found, recorder.hidden = recorder.hidden, {}
+    found, recorder.hidden = {layer: row for layer, row in recorder.hidden.items() if row.elements}, {}
     for layer, row in found.items():
         row.add(drawn_squares=row.elements * sigmas[layer] ** 2)
         _record(recorder, phase, row, layer, sigma)

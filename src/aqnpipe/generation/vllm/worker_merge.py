@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.merge import WorkerMeasurements, paired
+from aqnpipe.noise.receipts.merge import label, paired
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Row, grouped
@@ -26,31 +26,26 @@ _AUDITED = (
 
 
 def merged_workers(
-    workers: Sequence[WorkerMeasurements], shares: Sequence[Shares], recorder: ReceiptRecorder
+    states: Sequence[RecorderState], shares: Sequence[Shares], recorder: ReceiptRecorder
 ) -> RecorderState:
-    """Return the measurements of the model that `workers`, by rank, computed together; `shares` are those of each.
+    """Return the measurements of the model that workers computed together: their `states` and `shares` by rank.
 
     `recorder` must have been made with the requested noise. Raises ReceiptError, which names the worker, if one of them
     had other noise than requested or than the others.
     """
-    if len(workers) == 1:
-        return workers[0].state
-    problems = [
-        f"vLLM's {worker.label}: {problem}" for worker in workers for problem in _own_problems(worker, recorder)
-    ]
-    for worker in workers[1:]:
-        problems += [f"vLLM's {worker.label}: {each}" for each in _differences(workers[0].state, worker.state)]
+    if len(states) == 1:
+        return states[0]
+    problems = []
+    for rank, state in enumerate(states):
+        own = recorder.problems_of(state) if any(phase.passes for phase in state.phases) else []
+        found = own + (_differences(states[0], state) if rank else [])
+        problems += [f"vLLM's {label(rank, len(states))}: {problem}" for problem in found]
     problems += _incomplete(shares)
     if problems:
         text = "; ".join(problems[:_LISTED])
         more = f"; {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         raise ReceiptError(f"receipt invalid: {text}{more}", tuple(problems))
-    return _merged([worker.state for worker in workers])
-
-
-def _own_problems(worker: WorkerMeasurements, recorder: ReceiptRecorder) -> list[str]:
-    has_run = any(phase.passes for phase in worker.state.phases)
-    return recorder.problems_of(worker.state) if has_run else []
+    return _merged(states)
 
 
 def _differences(first: RecorderState, other: RecorderState) -> list[str]:

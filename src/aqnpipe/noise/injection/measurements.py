@@ -105,9 +105,11 @@ class PhaseMeasurements:
             return
         key = key_at(self._position._replace(forward=passed), hidden_stream(self._phase), layer)
         draws, rng = Draws.of(key, call, MODULE_STREAM), self.receipt.draws
-        _, seen = compare_module(noised.error, noised.shards, exact, noised.values, draws, rng, _SAMPLES_OF_HIDDEN)
-        row, count = self._recorder.hidden.setdefault(layer, Row(self._phase)), seen["recomputed"]
-        row.add(elements=count, squares=seen["found_squares"], recomputed=count, wrong=seen["wrong"])
+        found, seen = compare_module(noised.error, noised.shards, exact, noised.values, draws, rng, _SAMPLES_OF_HIDDEN)
+        row = self._recorder.hidden.setdefault(layer, Row(self._phase))
+        # Of a zero the error has no relative size.
+        row.add(elements=int((np.isfinite(found.found) & (found.exact != 0)).sum()), squares=seen["found_squares"])
+        row.add(recomputed=seen["recomputed"], wrong=seen["wrong"])
 
     def compare_norms(
         self, model: nn.Module, forward: int, exactly: Callable[[], AbstractContextManager[None]]

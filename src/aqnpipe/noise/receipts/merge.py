@@ -1,20 +1,16 @@
 """Merges the measurements of all data-parallel workers into one receipt.
 
 The rows of all workers are added up, so the merged figures equal those of a single recorder of all workers. Some values
-must be equal on all workers: the synchronised policy, AQN's sigma, and the number of passes. A missing worker, or a
-worker without part of its noise, is refused.
+must be equal on all workers: the synchronised policy, AQN's sigma, and the number of passes. A worker without part of
+its noise is refused.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import ReceiptModel, RecorderState
+from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Row, grouped
 
@@ -22,70 +18,31 @@ _GENERATING_PHASES = frozenset({"rollout", "validation"})
 """In these phases the number of forward passes depends on the longest response of a worker's share."""
 
 
-class WorkerMeasurements(ReceiptModel):
-    """One worker's rank among `num_workers`, and the measurements behind its receipt."""
-
-    rank: int
-    num_workers: int
-    state: RecorderState
-
-    @property
-    def label(self) -> str:
-        """Name of the worker in messages; ranks start at 0."""
-        return f"worker {self.rank} of {self.num_workers}"
-
-    def write(self, folder: Path) -> None:
-        """Write the measurements to the file in `folder` that `read_measurements` reads."""
-        folder.mkdir(parents=True, exist_ok=True)
-        _path(folder, self.rank).write_text(self.model_dump_json())
+def label(rank: int, num_workers: int) -> str:
+    """Return the name of a worker in messages; ranks start at 0."""
+    return f"worker {rank} of {num_workers}"
 
 
-def read_measurements(folder: Path, num_workers: int) -> list[WorkerMeasurements]:
-    """Return the measurements of all workers, by rank. Raises ReceiptError for missing, foreign or unreadable files."""
-    missing = [rank for rank in range(num_workers) if not _path(folder, rank).is_file()]
-    if missing:
-        raise ReceiptError(
-            f"receipt invalid: no measurements of worker {', '.join(map(str, missing))} of {num_workers}"
-        )
-    workers = []
-    for rank in range(num_workers):
-        path = _path(folder, rank)
-        try:
-            worker = WorkerMeasurements.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise ReceiptError(f"receipt invalid: {path}: {describe_validation_error(error)}") from None
-        if (worker.rank, worker.num_workers) != (rank, num_workers):
-            raise ReceiptError(f"receipt invalid: {path} is of {worker.label}, expected {rank} of {num_workers}")
-        workers.append(worker)
-    return workers
+def merged_receipt(recorder: ReceiptRecorder, states: Sequence[RecorderState], *, routed: bool = False) -> Receipt:
+    """Return the checked receipt of all workers together, from their states by rank.
 
-
-def merged_receipt(
-    recorder: ReceiptRecorder, workers: Sequence[WorkerMeasurements], *, routed: bool = False
-) -> Receipt:
-    """Return the checked receipt of all workers together; `recorder` ends in the merged state.
-
-    `recorder` must have been made with the requested noise. Every worker's own receipt must pass its check, and all
-    workers must agree. `routed` is for mixtures of experts: there the number of operator calls depends on the tokens
-    and is not compared. Raises ReceiptError, which names the worker.
+    `recorder` ends in the merged state; it must have been made with the requested noise. Every worker's own receipt
+    must pass its check, and all workers must agree. `routed` is for mixtures of experts: there the number of operator
+    calls depends on the tokens and is not compared. Raises ReceiptError, which names the worker.
     """
-    problems = [f"{worker.label}: {line}" for worker in workers for line in recorder.problems_of(worker.state)]
-    for worker in workers[1:]:
-        differences = _differences(workers[0].state, worker.state, routed)
-        problems += [f"{worker.label}: {difference}" for difference in differences]
+    problems = []
+    for rank, state in enumerate(states):
+        found = recorder.problems_of(state) + (_differences(states[0], state, routed) if rank else [])
+        problems += [f"{label(rank, len(states))}: {line}" for line in found]
     if problems:
         raise ReceiptError("receipt invalid: " + "; ".join(problems), tuple(problems))
-    recorder.restore(merge_states([worker.state for worker in workers]))
-    return recorder.receipt().model_copy(update={"num_workers": len(workers)}).check()
+    recorder.restore(merge_states(states))
+    return recorder.receipt().model_copy(update={"num_workers": len(states)}).check()
 
 
 def merge_states(states: Sequence[RecorderState]) -> RecorderState:
     """Return the state of a single recorder of everything in `states`."""
     return RecorderState(rows=grouped(row for state in states for row in state.rows))
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"worker{rank}.json"
 
 
 def _differences(first: RecorderState, other: RecorderState, routed: bool) -> list[str]:
