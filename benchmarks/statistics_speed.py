@@ -100,7 +100,7 @@ def write_evaluation(
         }
     )
     write_table(source.table, table, EvaluationTable)
-    empty = Receipt(operator_noise=None, expected_phases=(), rows=(), weight_syncs=(), num_layers=1, num_norms=1)
+    empty = Receipt(operator_noise=None, expected_phases=(), rows=(), num_layers=1, num_norms=1)
     passes = tuple(EvaluationPass(noise_level=level, noise_seed=0, receipt=empty) for level in LEVELS)
     write_json(source.receipt, EvaluationReceipts(passes=passes, facts=facts_of(table)))
     record = RunRecord(

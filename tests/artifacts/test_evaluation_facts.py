@@ -28,7 +28,6 @@ def one_pass(level=0.0, seed=0, logits=("a", "b"), **changes):
     fields = {
         "noise_level": level,
         "noise_seed": seed,
-        "noise_keys": (seed,),
         "first_logits": logits,
         "rows": "".join(row_digests(ROWS)),
         "tokens_read": 9,
@@ -68,7 +67,6 @@ def test_passes_under_their_own_noise_have_no_problem():
             "noise seeds 0 and 1 gave the same noise in 1 of 2",
         ),
         ((one_pass(), one_pass(0.1, 1)), "noise levels 0 and 0.1 gave the same logits in 2 of 2 batches"),
-        ((one_pass(0.1, 1, noise_keys=(0,)),), "keyed by noise seed 0"),
         ((one_pass(0.1, 1), one_pass(0.1, 1, ("x", "y"))), "its facts occur twice"),
     ],
 )

@@ -171,6 +171,14 @@ def _other_mode(model: Any) -> Any:
 
 
 @contextmanager
+def _deterministic_algorithms(model: Any) -> Any:
+    took_effect()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
 def _precision_from_the_shell(_: Any) -> Any:
     took_effect()
     with mock.patch.dict("os.environ", {"ACCELERATE_MIXED_PRECISION": "bf16"}):
@@ -274,6 +282,12 @@ SABOTAGES = of_group(
             "the config is changed for its passes",
             _within("reference", _another_kernel),
             cause=r"reference: .* attention",
+        ),
+        training(
+            "deterministic algorithms in the actor",
+            "torch may use no others for its passes",
+            _within("actor_forward", _deterministic_algorithms),
+            cause=r"actor_forward: computed in deterministic algorithms",
         ),
         evaluating(
             "prompts of an evaluation read without noise",

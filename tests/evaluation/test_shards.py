@@ -69,7 +69,7 @@ def test_a_receipt_covers_all_shards_of_its_pass(results):
     passes = list(assembled_passes(spec(), shards_of(spec(), PROMPTS), results))
     for number, done in enumerate(passes):
         (record,) = done.receipt.check().phases
-        states = [result.measurements.states[0] for result in results[6 * number : 6 * (number + 1)]]
+        states = [result.measurements.state for result in results[6 * number : 6 * (number + 1)]]
         assert record.passes == sum(state.phases[0].passes for state in states)
         assert record.calls == sum(state.phases[0].calls for state in states)
         assert sum(cell.elements for cell in done.receipt.cells) == sum(

@@ -18,10 +18,10 @@ from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
-from aqnpipe.noise.receipts.merge import add_rollout
-from aqnpipe.noise.receipts.receipt_content import WeightSync
+from aqnpipe.noise.receipts.merge import merge_states
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import AQN as AQN_ROW
+from aqnpipe.noise.receipts.table import SYNC, Row
 
 AQN = AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05})
 FAULT = Fault(type="saturation", layer=0, magnitude=0.5, threshold="cached")
@@ -32,19 +32,7 @@ def recorder(spec):
 
 
 def sync(before="clean", after="clean", step=0):
-    return WeightSync(
-        step=step,
-        sigma_scheduled=0.05,
-        sigma_requested=0.05,
-        sigma_measured=0.05,
-        targets=7,
-        elements=224,
-        squared_error_ratio=1.0,
-        expected_ratio=1.0,
-        ratio_error=0.1,
-        clean_sha256_before=before,
-        clean_sha256_after=after,
-    )
+    return Row("rollout", step, operator=SYNC, calls=1, sigma=0.05, targets=7, elements=224, digests={before, after})
 
 
 class FakeEngine:
@@ -69,7 +57,7 @@ class FakeEngine:
         state = recorder(self.noise).state()
         if self.noise.aqn is not None:
             syncs = (sync(self.noise.clean_norms, self.norms or self.noise.clean_norms),)
-            state = state.model_copy(update={"weight_syncs": syncs})
+            state = state.model_copy(update={"rows": (*state.rows, *syncs)})
         return state, self.fault_states
 
     def fall_asleep(self):
@@ -110,7 +98,7 @@ def test_norms_that_are_not_the_trainers_are_refused(model):
         recorded = recorder(spec)
         if engine.norms is None:
             rollouts(engine).roll_out(model, recorded, rollout(spec))
-            assert recorded.weight_syncs[-1].clean_sha256_before == norms_sha256(model)
+            assert recorded.state().weight_syncs[-1].digests == {norms_sha256(model)}
             continue
         with pytest.raises(ReceiptError, match="AQN step 0: the clean norm weights in vLLM's worker are not"):
             rollouts(engine).roll_out(model, recorded, rollout(spec))
@@ -250,15 +238,14 @@ def test_the_digest_is_the_sum_of_words_times_random_numbers():
 def test_what_an_engine_recorded_is_added_to_the_run():
     spec = NoiseSpec(aqn=AQN, faults=(FAULT,))
     run, engine = recorder(spec), recorder(spec)
-    run.weight_syncs.append(sync(step=0))
+    run.row("rollout", 0, None, SYNC).include([sync(step=0)])
     run.add("rollout", layer=0, operator=AQN_ROW, squares=3.0, elements=4)
     run.add("rollout", passes=1)
     run.add("actor_forward", passes=1)
-    engine.weight_syncs.append(sync(step=1))
+    engine.row("rollout", 1, None, SYNC).include([sync(step=1)])
     engine.add("rollout", layer=0, operator=AQN_ROW, squares=5.0, elements=4)
     engine.add("rollout", passes=1)
-    add_rollout(run, engine.state())
-    after = run.state()
+    after = merge_states([run.state(), engine.state()])
     assert [sync.step for sync in after.weight_syncs] == [0, 1]
     assert [(factor.layer, factor.squares, factor.elements) for factor in after.weight_cells] == [(0, 8.0, 8)]
     assert {phase.phase: phase.passes for phase in after.phases} == {"rollout": 2, "actor_forward": 1}

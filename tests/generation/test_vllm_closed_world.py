@@ -101,8 +101,8 @@ def test_an_honest_pass_is_audited_in_both_kinds_of_forwards(engine, operators):
     for asked in (requested, requested.model_copy(update={"faults": (fault,)})):
         measurements = run(engine, asked)[1]
         pass_receipt(asked, [measurements]).check()
-        (record,) = measurements.states[0].phases
-        assert not any(row.escaped for row in measurements.states[0].rows)
+        (record,) = measurements.state.phases
+        assert not any(row.escaped for row in measurements.state.rows)
         # The first forward of each kind as a whole, and single layers of some later ones.
         assert record.audited_passes["several tokens"] == 1 <= record.audited_passes["one token"]
         assert record.audited_passes["single layers"] > 0

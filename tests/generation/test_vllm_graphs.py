@@ -135,8 +135,8 @@ def test_a_pass_without_noise_is_replayed_and_says_so(noise, replays):
 
 def test_an_engine_with_graphs_that_replays_none_is_refused():
     replies = [passed(PassNoise(), steps).measured(0, 1) for steps in (3, 0)]
-    (worker,) = checked_measurements(replies[:1], 1, 4, 0, must_replay=True)
-    assert worker.state.phases[0].graph_replays == 3
+    (state,) = checked_measurements(replies[:1], 1, 4, 0, must_replay=True)
+    assert state.phases[0].graph_replays == 3
     checked_measurements(replies[1:], 1, 1, 0, must_replay=False)
     with pytest.raises(ReceiptError, match="replayed no CUDA graph in 1 forward passes, which generation"):
         checked_measurements(replies[1:], 1, 1, 0, must_replay=True)

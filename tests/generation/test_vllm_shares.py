@@ -20,7 +20,6 @@ from aqnpipe.generation.vllm.replacement import replace
 from aqnpipe.generation.vllm.shares import find_shares
 from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.table import Row
 
@@ -174,13 +173,14 @@ def cell(operator, elements, calls=2, scale=SCALE):
     return Row("evaluation", None, 0, operator, error=ERROR, calls=calls, elements=elements, **sums)
 
 
-PHASE = Row("evaluation", passes=2, audited_passes={"several tokens": 1, "one token": 1}, recomputed=50, compared=100)
+AUDITED = {"several tokens": 1, "one token": 1}
+PHASE = Row("evaluation", passes=2, audited_passes=AUDITED, recomputed=50, compared=100, keys={"seed 3, step 0": 1})
 CELLS = (cell("mm", 1280, calls=4), cell("attention", 640))
 
 
-def state(*rows, keys=(("evaluation", 3, 0, 0, 0),)):
+def state(*rows):
     """One layer on one worker: a column-parallel product of 64 columns, and a row-parallel one that all have."""
-    return RecorderState(rows=rows or (PHASE, *CELLS), noise_keys=keys)
+    return RecorderState(rows=rows or (PHASE, *CELLS))
 
 
 def merged(first, second, shares=SHARES):
@@ -189,8 +189,7 @@ def merged(first, second, shares=SHARES):
             error=ERROR, phases=("evaluation",), attention="fused", include_lm_head=False, operators="matmul"
         )
     )
-    workers = [WorkerMeasurements(rank=rank, num_workers=2, state=each) for rank, each in enumerate((first, second))]
-    return merged_workers(workers, shares, noise.recorder(1, 0))
+    return merged_workers((first, second), shares, noise.recorder(1, 0))
 
 
 def test_whole_results_are_counted_once_and_audits_are_added():
@@ -203,7 +202,7 @@ def test_whole_results_are_counted_once_and_audits_are_added():
     assert (phase.passes, phase.calls) == (2, 6)
     assert phase.audited_passes == {"several tokens": 1, "one token": 1}
     assert (phase.recomputed, phase.compared) == (100, 200)
-    assert found.noise_keys == (("evaluation", 3, 0, 0, 0),)
+    assert phase.keys == {"seed 3, step 0": 1}
 
 
 def test_several_workers_may_have_the_same_share():
@@ -213,13 +212,16 @@ def test_several_workers_may_have_the_same_share():
 
 def test_one_worker_alone_is_returned_as_it_is():
     alone = state()
-    assert merged_workers([WorkerMeasurements(rank=0, num_workers=1, state=alone)], [{}], NOISE.recorder(1, 0)) is alone
+    assert merged_workers([alone], [{}], NOISE.recorder(1, 0)) is alone
 
 
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (state(keys=[("evaluation", 4, 0, 0, 0)]), "worker 1 of 2: the noise has other keys than on worker 0"),
+        (
+            state(with_changes(PHASE, keys={"seed 4, step 0": 1}), *CELLS),
+            "worker 1 of 2: the noise has other keys than on worker 0",
+        ),
         (state(PHASE, CELLS[1]), "evaluation mm layer 0: 0 noised calls on 0 elements, worker 0 had 4 on 1280"),
         (state(PHASE, CELLS[0]), "worker 1 of 2: evaluation: no attention was noised in layers"),
         (state(PHASE, cell("mm", 640, calls=4), CELLS[1]), "4 noised calls on 640 elements, worker 0 had 4 on"),

@@ -17,7 +17,6 @@ from aqnpipe.errors import DataError
 from aqnpipe.loss_study.comparison import LossInputs, compare_losses
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.table import AQN, Row
 from aqnpipe.report.words import load_words
 
@@ -35,25 +34,15 @@ def receipt_of(condition):
     aqn = AdaptiveNoise(
         schedule=ConstantSigma(sigma=0.01), targets="hidden_states", layer_sigmas_from=None if uniform else "broken"
     )
-    sync = WeightSync(
-        step=0,
-        sigma_scheduled=0.01,
-        sigma_requested=0.01,
-        sigma_measured=0.01,
-        targets=4,
-        elements=1000,
-        squared_error_ratio=1.0,
-        expected_ratio=1.0,
-        ratio_error=0.01,
-        clean_sha256_before="a",
-        clean_sha256_after="a",
-    )
+    squares = {"elements": 4, "squares": 4e-4, "drawn_squares": 4e-4}
+    counts = {"calls": 1, "targets": 4, "recomputed": 1000}
+    sync = Row("rollout", 0, operator="AQN sync", sigma=0.01, digests={"a"}, **counts, **squares)
     place = {"layer": 1, "operator": "fault 0"}
     of_fault = (
         Row("evaluation", **place, calls=NUM_TEXTS, elements=1000, changed=250, num_channels=8, num_faulty_channels=8),
         Row("backward", **place, calls=1, elements=800, zeroed=200, squares=25.0, zeroed_squares=9.0),
     )
-    sums = {"drawn_squares": 1000.0, "expected_squares": 1000.0, "expected_variance": 1600.0}
+    sums = {"drawn_squares": 1000.0, "recomputed": 1000}
     return Receipt(
         operator_noise=None,
         aqn=aqn if layers else None,
@@ -63,8 +52,8 @@ def receipt_of(condition):
             *(Row(phase, passes=NUM_TEXTS, compared=10) for phase in phases),
             *(Row("rollout", None, layer, AQN, squares=1000.0, elements=1000, **sums) for layer in layers),
             *(of_fault if faulty else ()),
+            *((sync,) if layers else ()),
         ),
-        weight_syncs=(sync,) if layers else (),
         layer_factors={layer: float(layer in layers) for layer in range(4)} if layers and not uniform else None,
         num_layers=4,
         num_norms=9,

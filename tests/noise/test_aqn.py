@@ -295,3 +295,19 @@ def test_hidden_noise_that_was_requested_and_did_not_run_is_refused(model):
         pass  # sigmas not passed on to phase_noise
     with pytest.raises(ReceiptError, match="AQN step 0: measured sigma 0, requested"):
         recorder.receipt().check()
+
+
+@pytest.mark.parametrize("noise", [AQN, HIDDEN], ids=["norms", "hidden states"])
+def test_numbers_of_another_key_are_refused_although_they_have_the_size(model, monkeypatch, noise):
+    recorder = new_recorder(noise=noise)
+    if noise is AQN:
+        monkeypatch.setattr("aqnpipe.noise.aqn.derive_seed", lambda *parts: 7)
+        sync(model, recorder)
+    else:
+        monkeypatch.setattr(NoiseKey, "derived", lambda self, stream, *counters: 7)
+        roll_out(model, recorder)
+    (redraw,) = recorder.receipt().weight_syncs
+    assert redraw.sigma_measured == pytest.approx(0.05, rel=0.2)
+    assert redraw.wrong > 0.9 * redraw.recomputed > 0
+    with pytest.raises(ReceiptError, match=r"AQN step 0: measured sigma 0\.0\d+, requested 0\.05"):
+        recorder.receipt().check()

@@ -32,7 +32,7 @@ def test_an_arm_whose_noise_is_measured_as_requested_passes(model):
     receipt = measure_arm(model, Arm(description="", operator_noise=E5, aqn=AQN), prompt_tokens=32).check()
     assert {record.phase for record in receipt.phases if record.calls} == set(E5.phases)
     assert {record.phase: record.noised_share for record in receipt.phases}["rollout"] == 1.0
-    assert receipt.weight_syncs[0].sigma_scheduled == 0.05
+    assert receipt.weight_syncs[0].sigma == 0.05
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
 

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
-import polars as pl
 import pytest
 from faulted_study import tally
 from pydantic import ValidationError
@@ -31,8 +30,10 @@ from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import DeviceError, StorageError, TrainingError, WorkerError
 from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.runtime import training
 from aqnpipe.runtime.training import launch_workers, run_training_job
+from aqnpipe.training.resume import RankState
 from aqnpipe.training.run import run_worker
 from aqnpipe.training.workspace import Workspace
 
@@ -82,7 +83,7 @@ def cluster():
 def finished(cluster, inputs, tmp_path_factory):
     """Return a function that maps a name to the folder and messages of a finished run; each run is made once.
 
-    Beside the noisy run are the measurements of its workers, which a finished run does not keep.
+    Beside the noisy run are its resume points, which a finished run does not keep.
     """
     folder = tmp_path_factory.mktemp("runs")
     requested = {"one": spec(num_workers=1), "two": spec(), "noisy": spec(noisy=True)}
@@ -90,7 +91,7 @@ def finished(cluster, inputs, tmp_path_factory):
 
     def launch(*arguments):
         launch_workers(*arguments)
-        shutil.copytree(arguments[2].folder / "measurements", folder / "noisy" / "measurements")
+        shutil.copytree(arguments[2].resume, folder / "noisy" / "resume")
 
     def get(name):
         if name not in kept:
@@ -150,9 +151,10 @@ def test_the_receipt_is_of_both_workers(finished):
 def test_workers_draw_noise_of_their_own(finished):
     """With equal noise both workers would measure the same squared errors."""
     noisy, _ = finished("noisy")
-    measurements = sorted(noisy.parent.glob("measurements/worker*.json"))
-    states = [pl.read_json(path)["state"].to_list()[0] for path in measurements]
-    squares = [[row["squares"] for row in state["rows"] if row["error"]] for state in states]
+    last = max(noisy.parent.glob("resume/step*"))
+    saved = [RankState.model_validate_json(path.read_bytes()) for path in sorted(last.glob("rank*.json"))]
+    states = [RecorderState.model_validate_json(each.receipt) for each in saved]
+    squares = [[row.squares for row in state.rows if row.error] for state in states]
     assert len(squares) == 2
     assert all(first != second for first, second in zip(*squares, strict=True))
 

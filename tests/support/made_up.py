@@ -17,8 +17,7 @@ from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import WeightSync
-from aqnpipe.noise.receipts.table import Row
+from aqnpipe.noise.receipts.table import SYNC, Row
 from aqnpipe.noise.schedule import sigma_at
 from aqnpipe.seeding import derive_seed
 
@@ -91,7 +90,6 @@ def facts_of(rows: pl.DataFrame) -> EvaluationFacts:
             PassFacts(
                 noise_level=level,
                 noise_seed=seed,
-                noise_keys=(seed,),
                 first_logits=(f"{level}{seed}",),
                 rows="".join(row_digests(rows.filter(noise_level=level, noise_seed=seed))),
                 tokens_read=10,
@@ -159,10 +157,8 @@ def receipt(
                 for layer in [*range(NUM_LAYERS), None]
                 for operator in (("mm", "bmm") if layer is not None else ("mm",))
             ),
+            *(_sync(weight_noise, step, num_steps, draws) for step in range(num_steps if weight_noise else 0)),
         ),
-        weight_syncs=tuple(_sync(weight_noise, step, num_steps, draws) for step in range(num_steps))
-        if weight_noise
-        else (),
         num_layers=NUM_LAYERS,
         num_norms=2 * NUM_LAYERS + 1,
         num_steps=num_steps,
@@ -170,22 +166,12 @@ def receipt(
     )
 
 
-def _sync(weight_noise: AdaptiveNoise, step: int, num_steps: int, draws: np.random.Generator) -> WeightSync:
+def _sync(weight_noise: AdaptiveNoise, step: int, num_steps: int, draws: np.random.Generator) -> Row:
     sigma, elements = sigma_at(weight_noise.schedule, step, num_steps, 2), 13 * 128
-    ratio = 1 + draws.normal() * math.sqrt(2 / elements)
-    return WeightSync(
-        step=step,
-        sigma_scheduled=sigma,
-        sigma_requested=sigma,
-        sigma_measured=sigma * math.sqrt(ratio),
-        targets=13,
-        elements=elements,
-        squared_error_ratio=ratio,
-        expected_ratio=1.0,
-        ratio_error=math.sqrt(2 / elements),
-        clean_sha256_before="c1" * 32,
-        clean_sha256_after="c1" * 32,
-    )
+    drawn = elements * sigma**2
+    squares = {"squares": drawn * (1 + draws.normal() * math.sqrt(2 / elements)), "drawn_squares": drawn}
+    counts = {"calls": 1, "targets": 13, "elements": elements, "recomputed": 13 * 64}
+    return Row("rollout", step, operator=SYNC, sigma=sigma, digests={"c1" * 32}, **counts, **squares)
 
 
 def record(stage: str, arm: str, seed: int, step: int, config: Mapping[str, object]) -> RunRecord:

@@ -41,7 +41,7 @@ def test_a_run_has_both_and_records_source_and_sigmas(spec, inputs, tmp_path):
     # 0.05 / (1 + t)
     assert arm["aqn"]["schedule"]["sigmas"] == pytest.approx([0.05, 0.025, 0.05 / 3])
     receipt = read_json(folder / "receipt.json", Receipt).check()
-    assert [sync.sigma_scheduled for sync in receipt.weight_syncs] == pytest.approx([0.05, 0.025])
+    assert [sync.sigma for sync in receipt.weight_syncs] == pytest.approx([0.05, 0.025])
     for phase in ("rollout", "actor_forward", "backward"):
         assert receipt.measured_scale(phase)[0] == pytest.approx(0.05, rel=0.1)
 

@@ -135,7 +135,7 @@ IN_TRAINING = {**AQN, "targets": "hidden_states", "actor_forward": True}
 def test_aqn_in_the_forward_passes_of_training_is_measured(inputs, tmp_path, settings):
     folder = run(training_spec(aqn=IN_TRAINING, **settings), inputs, tmp_path / "run")
     receipt = read_json(folder / "receipt.json", Receipt)
-    measured = {(cell.phase, cell.layer): cell.measured_factor for cell in receipt.weight_cells}
+    measured = {(cell.phase, cell.layer): cell.sigma_measured for cell in receipt.weight_cells}
     places = {(phase, layer) for phase in ("rollout", "actor_forward") for layer in range(2)}
     assert measured == dict.fromkeys(places, pytest.approx(1.0, abs=0.1))
     audited = {record.phase: record.recomputed for record in receipt.phases}

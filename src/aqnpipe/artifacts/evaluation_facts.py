@@ -25,13 +25,12 @@ _BY_SAMPLE = itemgetter(_OF_A_ROW.index("sample"), _OF_A_ROW.index("question_id"
 class PassFacts(Artifact):
     """Facts about what one pass over the questions used.
 
-    noise_keys: seeds of the noise that was installed in its forward passes. first_logits: digest of the first logits
-    of each batch, in order. rows: `row_digests` of the responses, without separator.
+    first_logits: digest of the first logits of each batch, in order. rows: `row_digests` of the responses, without
+    separator.
     """
 
     noise_level: float = Field(ge=0)
     noise_seed: int = Field(ge=0)
-    noise_keys: tuple[int, ...]
     first_logits: tuple[str, ...]
     rows: str
     tokens_read: int = Field(ge=0, description="response tokens whose choice was checked")
@@ -88,7 +87,7 @@ class EvaluationFacts(Artifact):
 
     def problems(self) -> list[str]:
         """Return what the facts say against each other."""
-        return [*self._key_problems(), *self._noise_problems(), *self._repetition_problems()]
+        return [*self._noise_problems(), *self._repetition_problems()]
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Return where the facts differ from the settings of an evaluation, `EvaluationSpec` as plain data."""
@@ -120,12 +119,6 @@ class EvaluationFacts(Artifact):
             of_passes[key].append(response)
         for facts in self.passes:
             yield from facts.response_problems(of_passes[facts.noise_level, facts.noise_seed])
-
-    def _key_problems(self) -> Iterator[str]:
-        for facts in self.passes:
-            if facts.noise_keys and set(facts.noise_keys) != {facts.noise_seed}:
-                found = ", ".join(map(str, facts.noise_keys))
-                yield f"{facts.name}: its noise was keyed by noise seed {found}"
 
     def _noise_problems(self) -> Iterator[str]:
         """Two passes that differ in noise have other logits in every batch, unless they share the noise."""

@@ -19,8 +19,9 @@ from aqnpipe.errors import ConfigError, ReceiptError
 from aqnpipe.noise.autoload import VARIABLE
 
 if TYPE_CHECKING:
-    from aqnpipe.noise.injection.faults import FaultRecord
+    from aqnpipe.config.noise import Fault
     from aqnpipe.noise.program import ProgramMachine
+    from aqnpipe.noise.receipts.table import Row
     from aqnpipe.proof.receipt import MachineReceipt
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -104,13 +105,13 @@ def execute(
         )
     problems = [
         *_receipt_problems(receipt, backward, only),
-        *(line for each in faults for line in _fault_problems(each)),
+        *(line for fault, row in zip(machine.faults, faults, strict=True) for line in _fault_problems(fault, row)),
     ]
     said = [] if machine.error is None else [_products(receipt)]
     said += [
-        f"{_described(each)} changed {each.affected_elements:,} of {each.elements:,} values in {each.calls:,} "
-        f"call{'s' * (each.calls != 1)}"
-        for each in faults
+        f"{_described(fault)} changed {row.changed:,} of {row.elements:,} values in {row.calls:,} "
+        f"call{'s' * (row.calls != 1)}"
+        for fault, row in zip(machine.faults, faults, strict=True)
     ]
     without = ", ".join(f"{number:,} {what}" for what, number in sorted(receipt.without_error().items()))
     typer.echo(
@@ -143,20 +144,20 @@ def _receipt_problems(receipt: "MachineReceipt", backward: bool, only: list[str]
     return found
 
 
-def _described(record: "FaultRecord") -> str:
-    return f"{record.fault.type} in layer {record.fault.layer} ({record.fault.site})"
+def _described(fault: "Fault") -> str:
+    return f"{fault.type} in layer {fault.layer} ({fault.site})"
 
 
-def _fault_problems(record: "FaultRecord") -> list[str]:
-    if not record.calls:
-        expected = f"a program that calls a decoder with a layer {record.fault.layer}"
-    elif not record.affected_elements:
+def _fault_problems(fault: "Fault", row: "Row") -> list[str]:
+    if not row.calls:
+        expected = f"a program that calls a decoder with a layer {fault.layer}"
+    elif not row.changed:
         expected = "a larger magnitude"
-    elif record.calls < record.expected_calls:
-        return [f"{_described(record)} was in {record.calls:,} of {record.expected_calls:,} calls of its layer"]
+    elif row.calls < row.passes:
+        return [f"{_described(fault)} was in {row.calls:,} of {row.passes:,} calls of its layer"]
     else:
         return []
-    return [f"{_described(record)} changed none of {record.elements:,} values, expected {expected}"]
+    return [f"{_described(fault)} changed none of {row.elements:,} values, expected {expected}"]
 
 
 def _error(noise: float | None, error: str | None, *, has_faults: bool) -> dict[str, Any] | None:

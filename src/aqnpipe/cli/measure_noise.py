@@ -166,13 +166,13 @@ def _notes(receipt: "Receipt", arm: Arm) -> list[str]:
         lines.append(f"attention: {_attention(arm.operator_noise)}")
     for sync in receipt.weight_syncs:
         lines.append(
-            f"AQN on {sync.targets} targets with the largest scheduled sigma {sync.sigma_scheduled:.4g}: measured "
+            f"AQN on {sync.targets} targets with the largest scheduled sigma {sync.sigma or 0.0:.4g}: measured "
             f"{sync.sigma_measured:.4g} over {sync.elements:,} elements; clean norm weights "
-            + ("restored bit for bit" if sync.clean_sha256_before == sync.clean_sha256_after else "NOT restored")
+            + ("restored bit for bit" if sync.is_restored else "NOT restored")
         )
     for phase in dict.fromkeys(cell.phase for cell in receipt.weight_cells):
         cells = [cell for cell in receipt.weight_cells if cell.phase == phase]
-        sigmas = [f"{'outside' if cell.layer is None else cell.layer}: {cell.measured_factor:.2f}" for cell in cells]
+        sigmas = [f"{'outside' if cell.layer is None else cell.layer}: {cell.sigma_measured:.2f}" for cell in cells]
         lines.append(f"AQN in {phase} by layer, measured, times the scheduled sigma: {', '.join(sigmas)}")
     if arm.aqn is not None and arm.aqn.layer_sigmas_from is not None:
         lines.append(

@@ -22,7 +22,8 @@ from aqnpipe.diagnosis.stored_weights import compare_with_file
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.layout import decoder_layers
-from aqnpipe.noise.injection.faults import FaultRecord, simulated_faults
+from aqnpipe.noise.injection.faults import simulated_faults
+from aqnpipe.noise.receipts.table import Row
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ def diagnose_model(
     the layer or site of a fault does not exist or weights are not finite, ReceiptError if a simulated fault changed no
     value.
     """
-    with simulated_faults(model, faults) as records:
+    with simulated_faults(model, faults) as rows:
         # The scans run first, so that a cached threshold is taken from an ordinary forward and not from a probe.
         scans, unscanned = (
             (None, None) if method == "exact" else _scan(model, prompt_ids, config, weights, show_progress)
         )
         exact = None if method == "statistical" else run_exact(model, config, show_progress, weights)
-    simulated = [describe_fault(record) for record in records]
+    simulated = list(map(describe_fault, faults, rows))
     if unscanned is None:
         verdict = judge(exact, scans, config, simulated, next(model.parameters()).device.type)
     else:
@@ -92,19 +93,18 @@ def _scan(
         return None, error
 
 
-def describe_fault(record: FaultRecord) -> dict[str, object]:
+def describe_fault(fault: Fault, row: Row) -> dict[str, object]:
     """Return the simulated fault and the number of values it changed; ReceiptError if it changed none."""
-    fault = record.fault
-    if not record.affected_elements:
+    if not row.changed:
         raise ReceiptError(
-            f"simulated fault {format_fault(fault)} changed none of {record.elements} values in {record.calls} calls, "
+            f"simulated fault {format_fault(fault)} changed none of {row.elements} values in {row.calls} calls, "
             "expected at least one: raise magnitude or sparsity"
         )
     return {
         **fault.model_dump(mode="json"),
-        "faulty_channels": record.num_faulty_channels,
-        "elements": record.elements,
-        "affected_elements": record.affected_elements,
+        "faulty_channels": row.num_faulty_channels,
+        "elements": row.elements,
+        "affected_elements": row.changed,
     }
 
 

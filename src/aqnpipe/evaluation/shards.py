@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.device import resolve_device
-from aqnpipe.errors import WorkerError
+from aqnpipe.errors import ReceiptError, WorkerError
 from aqnpipe.evaluation.audit.facts import BatchFacts
 from aqnpipe.evaluation.audit.recording import BatchPlace, observed
 from aqnpipe.generation.backend import Completion, Sampling
@@ -25,6 +25,7 @@ from aqnpipe.generation.noisy_passes import NoisyGenerator, PassMeasurements, Pa
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.seeding import derive_seed
 
 _PLAIN = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -227,6 +228,8 @@ def _by_pass(shards: Sequence[Shard]) -> list[list[Shard]]:
 
 def _joined(spec: EvaluationSpec, shards: Sequence[Shard], results: Sequence[ShardResult]) -> PassResult:
     first = shards[0]
+    for shard, result in zip(shards, results, strict=True):
+        _refuse_other_keys(shard, result.measurements.state)
     found: dict[int, dict[int, Completion]] = {}
     for shard, result in zip(shards, results, strict=True):
         for batch, completions in zip(shard.batches, result.completions, strict=True):
@@ -238,6 +241,18 @@ def _joined(spec: EvaluationSpec, shards: Sequence[Shard], results: Sequence[Sha
     batches = tuple(batch for shard in shards for batch in shard.batches)
     facts = tuple(observed for result in results for observed in result.facts)
     return PassResult(first.noise_level, first.noise_seed, samples, receipt, batches, facts)
+
+
+def _refuse_other_keys(shard: Shard, state: RecorderState) -> None:
+    """Raise ReceiptError if the noise of a shard has other keys than its noise seed and the steps of its batches."""
+    due = {f"seed {shard.noise_seed}, step {batch.step}": 1 for batch in shard.batches}
+    for row in state.phases:
+        if row.keys and row.keys != due:
+            found, expected = min(row.keys.keys() - due.keys() or row.keys), min(due.keys() - row.keys.keys() or due)
+            raise ReceiptError(
+                f"evaluation invalid: evaluation at level {shard.noise_level:g}, noise seed {shard.noise_seed}: its "
+                f"noise is keyed by noise {found}, expected noise {expected}"
+            )
 
 
 def load_generator(spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> NoisyGenerator:

@@ -306,12 +306,9 @@ class _TaskRun:
         """Return the facts of a pass."""
         if digests_in_memory(self.model.model) != self._weights:
             raise ReceiptError("evaluation invalid: the weights in memory changed during an evaluation")
-        noise = self.model.noise
-        has_noise = noise.operator_noise or noise.module_noise or noise.kv_cache
         return PassFacts(
             noise_level=level,
             noise_seed=noise_seed,
-            noise_keys=(noise_seed,) if has_noise else (),
             first_logits=self._log_likelihoods(rows),
             rows="".join(row_digests(rows)),
             tokens_read=0,

@@ -14,7 +14,7 @@ from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, norms_sha256, num_rms_norms
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.merge import WorkerMeasurements, merge_states, merged_receipt
+from aqnpipe.noise.receipts.merge import merge_states
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -88,30 +88,20 @@ class RolloutNoise(PassNoise):
 
 @dataclass(frozen=True)
 class PassMeasurements:
-    """Records made by each worker of a backend in a pass, or in one shard of it; not yet checked."""
+    """Records of a pass, or of one shard of it; not yet checked."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     num_layers: int
     num_norms: int
-    states: tuple[RecorderState, ...]
+    state: RecorderState
 
 
 def pass_receipt(noise: PassNoise, measurements: Sequence[PassMeasurements]) -> Receipt:
-    """Return the receipt of a pass under `noise` from the measurements of its shards, in order; not yet checked.
-
-    Raises ReceiptError if the measurements of several workers of one backend contradict each other.
-    """
+    """Return the receipt of a pass under `noise` from the measurements of its shards, in order; not yet checked."""
     first = measurements[0]
     recorder = noise.recorder(first.num_layers, first.num_norms)
-    states_by_rank = zip(*(shard.states for shard in measurements), strict=True)
-    merged = [merge_states(states, per_worker_draws=False) for states in states_by_rank]
-    if len(merged) > 1:
-        workers = [
-            WorkerMeasurements(rank=rank, num_workers=len(merged), state=state) for rank, state in enumerate(merged)
-        ]
-        return merged_receipt(recorder, workers)
-    recorder.restore(merged[0])
+    recorder.restore(merge_states([shard.state for shard in measurements]))
     return recorder.receipt()
 
 
@@ -201,7 +191,7 @@ class TransformersPasses:
         if self._norms not in (None, norms):
             raise ReceiptError("receipt invalid: the norm weights changed between two evaluations of the questions")
         self._norms = norms
-        return PassMeasurements(len(decoder_layers(self._model)), num_rms_norms(self._model), (recorder.state(),))
+        return PassMeasurements(len(decoder_layers(self._model)), num_rms_norms(self._model), recorder.state())
 
     def close(self) -> None:
         """Do nothing: the model is the only resource."""

@@ -20,7 +20,7 @@ from aqnpipe.models.sharding import gathered_weights
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.merge import add_rollout
+from aqnpipe.noise.receipts.merge import merge_states
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 
@@ -124,12 +124,12 @@ class VllmRolloutEngine:
             self._vllm.fall_asleep()
             self._is_asleep = True
         for sync in state.weight_syncs:
-            if {sync.clean_sha256_before, sync.clean_sha256_after} != {clean_norms}:
+            if sync.digests != {clean_norms}:
                 raise ReceiptError(
                     f"receipt invalid: AQN step {sync.step}: the clean norm weights in vLLM's worker are not "
                     "the trainer's"
                 )
-        add_rollout(recorder, state)
+        recorder.restore(merge_states([recorder.state(), state]))
         return completions
 
     def close(self) -> None:

@@ -82,7 +82,8 @@ class AQNCallback(TrainerCallback):
         self._given_back.close()
         self.receipt = self._recorder.receipt()
         per_rollout = getattr(args, "steps_per_generation", self._micro_steps or 1) * getattr(args, "num_iterations", 1)
-        drawn, due = len(self.receipt.weight_syncs), max(1, -(-self._micro_steps // per_rollout))
+        drawn = sum(sync.calls for sync in self.receipt.weight_syncs)
+        due = max(1, -(-self._micro_steps // per_rollout))
         if drawn < due:
             raise ReceiptError(
                 f"AQNCallback: {drawn} of {due} rollouts came from the policy's generate, so others had no noise; "
@@ -91,11 +92,11 @@ class AQNCallback(TrainerCallback):
         self.receipt.check()
 
     def summary(self) -> str:
-        """Return sigma by rollout, requested and measured, and whether the weights were restored."""
+        """Return sigma by step, requested and measured, and whether the weights were restored."""
         syncs = self.receipt.weight_syncs
-        restored = sum(sync.clean_sha256_before == sync.clean_sha256_after for sync in syncs)
+        drawn, restored = (sum(sync.calls for sync in of) for of in (syncs, [one for one in syncs if one.is_restored]))
         rows = [f"{sync.step:4}  {sync.sigma_requested:9.4f}  {sync.sigma_measured:8.4f}" for sync in syncs]
-        last = f"norm weights were restored bit for bit after {restored} of {len(syncs)} rollouts"
+        last = f"norm weights were restored bit for bit after {restored} of {drawn} rollouts"
         return "\n".join(["step  requested  measured", *rows, last])
 
     def _generate(self, own_generate: Any, *args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,7 @@ class ModuleError(NamedTuple):
 
 
 class ModuleErrors:
-    """The errors of modules by the number of their place. `note` gets every tensor that has one.
+    """The errors of modules by the number of their place. `note` gets every tensor that has one, its pass and its call.
 
     `passed` returns the number of the pass that this thread computes, or computes again. `exactly`: a noisy machine
     computes exactly in its body.
@@ -57,7 +57,7 @@ class ModuleErrors:
         errors: Mapping[int, ModuleError],
         key: NoiseKey,
         passed: Callable[[], int],
-        note: Callable[[int, Noised, Tensor], None],
+        note: Callable[[int, Noised, Tensor, int, int], None],
         exactly: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.errors = errors
@@ -103,7 +103,8 @@ class ModuleErrors:
             changed = None
             if type(error) is CustomError:
                 changed = ((values != exact) & (exact == exact)).sum()
-            self._note(place, Noised("", operator, place, error, values, is_again, changed, shards), exact)
+            noised = Noised("", operator, place, error, values, is_again, changed, shards)
+            self._note(place, noised, exact, passed, call)
         return values
 
 

@@ -3,7 +3,6 @@
 import fnmatch
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +11,13 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import AdaptiveNoise, Phase
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, layer_of, norms_sha256, rms_norms, weight_of
+from aqnpipe.noise.audit.random_numbers import key_at_step
+from aqnpipe.noise.audit.weight_check import wrong_weights
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
-from aqnpipe.noise.receipts.receipt_content import WeightSync
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.rounding import ROUNDED_DTYPES, noised_moments, spacing_of
-from aqnpipe.noise.receipts.table import AQN, Row
+from aqnpipe.noise.receipts.table import AQN, SYNC, Row
 from aqnpipe.seeding import derive_seed
-
-_RARE_EVENTS = 2.5
-"""The standard error of a sum covers at least this number of additional or missing changed elements."""
 
 
 def target_factors(
@@ -91,9 +87,10 @@ def _noised_norm_weights(
     weights: dict[str, Tensor] = {name: weight_of(model.get_submodule(name)) for name in factors}
     clean = {name: weight.detach().clone() for name, weight in weights.items()}
     hash_before = norms_sha256(model)
+    # What is compared, and with which numbers, does not depend on what was put on.
+    due, rng = recorder.position(seed, step), np.random.default_rng(key_at_step(seed, "audit.aqn", step))
     try:
-        requested, squares, elements = 0.0, 0.0, 0
-        ratios = Row("rollout")
+        seen = Row("rollout")
         with torch.no_grad():
             for index, (name, weight) in enumerate(weights.items()):
                 norm_sigma, count = sigma * factors[name], weight.numel()
@@ -101,18 +98,18 @@ def _noised_norm_weights(
                     source = NoiseStream(derive_seed(seed, "aqn", step), index)
                     add_absolute_gaussian_(weight.detach(), norm_sigma, source)
                 added, drawn = (weight - clean[name]).double().square().sum().item(), count * norm_sigma**2
-                squares, requested, elements = squares + added, requested + drawn, elements + count
+                of_norm = Row("rollout", elements=count, squares=added, drawn_squares=drawn)
                 if norm_sigma > 0:
-                    sums = added, count, drawn, *_expected_sums(clean[name], norm_sigma)
-                    ratios.add(**_scaled(*sums, norm_sigma))
-                    recorder.add("rollout", None, layer_of(name), AQN, **_scaled(*sums, sigma))
+                    wrong = wrong_weights(clean[name], weight.detach(), norm_sigma, *due, index, rng)
+                    of_norm.add(recomputed=len(wrong), wrong=int(wrong.sum()))
+                    _record(recorder, "rollout", of_norm, layer_of(name), sigma)
+                seen.include([of_norm])
         yield
     finally:
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(clean[name])
-        sigmas = sigma, (requested / elements) ** 0.5, (squares / elements) ** 0.5
-        recorder.weight_syncs.append(_weight_sync(model, step, sigmas, len(weights), ratios, hash_before))
+        _note_sync(recorder, step, seen, sigma, len(weights), {hash_before, norms_sha256(model)})
 
 
 @contextmanager
@@ -125,11 +122,13 @@ def _noised_hidden_states(
     try:
         yield sigmas
     finally:
-        measured, ratios = _settled(recorder, sigmas, sigma, "rollout")
+        found = _settled(recorder, "rollout", sigmas, sigma)
         # All layers have the same size. A layer without noise was not measured and counts as 0.
-        found = [measured.get(layer, 0.0) for layer in sigmas]
-        of_rollout = sigma, _root_mean([layer_sigma**2 for layer_sigma in sigmas.values()]), _root_mean(found)
-        recorder.weight_syncs.append(_weight_sync(model, step, of_rollout, len(sigmas), ratios, hash_before))
+        seen = Row("rollout").include(found.values(), ("recomputed", "wrong"))
+        squares = [row.squares / row.elements for row in found.values()]
+        drawn = [layer_sigma**2 for layer_sigma in sigmas.values()]
+        seen.add(elements=len(sigmas), squares=sum(squares), drawn_squares=sum(drawn))
+        _note_sync(recorder, step, seen, sigma, len(sigmas), {hash_before, norms_sha256(model)})
 
 
 @contextmanager
@@ -142,89 +141,26 @@ def noised_actor(
         return
     sigmas = {layer: sigma * factor for layer, factor in enumerate(factors.values())}
     yield sigmas
-    _settled(recorder, sigmas, sigma, "actor_forward")
+    _settled(recorder, "actor_forward", sigmas, sigma)
 
 
-def _settled(
-    recorder: ReceiptRecorder, sigmas: Mapping[int, float], sigma: float, phase: Phase
-) -> tuple[dict[int, float], Row]:
-    """Record the noise on hidden states by layer; return mean squares by layer, and all errors in units of sigma."""
-    measured, ratios = {}, Row(phase)
-    for layer in dict.fromkeys(layer for layer, _, _ in recorder.hidden):
-        samples = [(before, after) for of_layer, before, after in recorder.hidden if of_layer == layer]
-        squares, count, mean, variance = relative_sums(samples, sigmas[layer])
-        if count:
-            measured[layer], drawn = squares / count, count * sigmas[layer] ** 2
-            recorder.add(phase, None, layer, AQN, **_scaled(squares, count, drawn, mean, variance, sigma))
-            ratios.add(**_scaled(squares, count, drawn, mean, variance, sigmas[layer]))
-    recorder.hidden.clear()
-    return measured, ratios
+def _settled(recorder: ReceiptRecorder, phase: Phase, sigmas: Mapping[int, float], sigma: float) -> dict[int, Row]:
+    """Record the noise on hidden states that was measured since, and return it by layer."""
+    found, recorder.hidden = {layer: row for layer, row in recorder.hidden.items() if row.elements}, {}
+    for layer, row in found.items():
+        row.add(drawn_squares=row.elements * sigmas[layer] ** 2)
+        _record(recorder, phase, row, layer, sigma)
+    return found
 
 
-def relative_sums(samples: list[tuple[Tensor, Tensor]], sigma: float) -> tuple[float, int, float, float]:
-    """Return the sum of squares of relative errors, their number, the expected sum, and its variance.
-
-    Errors of 16-bit tensors are of the noise and the rounding of the result (see `rounding`).
-    """
-    squares, count, rounded, mean, variance = 0.0, 0, 0, 0.0, 0.0
-    for before, after in samples:
-        # In numpy: on short samples its calls cost a fraction of torch's.
-        clean, used = (values.double().cpu().numpy() for values in (before, after))
-        known = clean != 0
-        squares, count = (
-            squares + float(np.square((used - clean)[known] / clean[known]).sum()),
-            count + int(known.sum()),
-        )
-        if sigma and before.dtype in ROUNDED_DTYPES:
-            means, variances = noised_moments(before, sigma * np.abs(clean))
-            rounded += int(known.sum())
-            mean += float((means[known] / clean[known] ** 2).sum())
-            variance += float((variances[known] / clean[known] ** 4).sum())
-    exact = count - rounded
-    return squares, count, mean + exact * sigma**2, variance + 2 * exact * sigma**4
+def _record(recorder: ReceiptRecorder, phase: Phase, row: Row, layer: int | None, sigma: float) -> None:
+    """Add what was seen of noise on a target to its layer, with squares in units of sigma^2."""
+    squares = {name: getattr(row, name) / sigma**2 for name in ("squares", "drawn_squares")}
+    counts = {name: getattr(row, name) for name in ("elements", "recomputed", "wrong")}
+    recorder.row(phase, None, layer, AQN).add(**counts, **squares)
 
 
-def _root_mean(squares: list[float]) -> float:
-    return float((sum(squares) / len(squares)) ** 0.5)
-
-
-def _expected_sums(clean: Tensor, sigma: float) -> tuple[float, float]:
-    """Return the expected sum of squares of N(0, sigma^2) added to `clean` in its number format, and its variance."""
-    if clean.dtype not in ROUNDED_DTYPES:
-        return clean.numel() * sigma**2, 2 * clean.numel() * sigma**4
-    mean, variance = noised_moments(clean.flatten(), np.full(clean.numel(), sigma))
-    # Where the noise is smaller than the spacing, few elements change, each by one step: counts of rare events, which
-    # scatter more than a normal distribution of the same variance.
-    largest_step = float(spacing_of(clean.flatten())[0].max()) ** 2
-    return float(mean.sum()), float(variance.sum()) + (_RARE_EVENTS * largest_step) ** 2
-
-
-def _scaled(squares: float, elements: int, drawn: float, mean: float, variance: float, sigma: float) -> dict[str, Any]:
-    """Return columns of squared noise in units of sigma^2."""
-    return {
-        "squares": squares / sigma**2,
-        "elements": elements,
-        "drawn_squares": drawn / sigma**2,
-        "expected_squares": mean / sigma**2,
-        "expected_variance": variance / sigma**4,
-    }
-
-
-def _weight_sync(
-    model: nn.Module, step: int, sigmas: tuple[float, float, float], targets: int, ratios: Row, before: str
-) -> WeightSync:
-    """Return the record of a redraw. `sigmas`: scheduled, requested, measured; `before`: digest of clean weights."""
-    count = ratios.elements
-    return WeightSync(
-        step=step,
-        sigma_scheduled=sigmas[0],
-        sigma_requested=sigmas[1],
-        sigma_measured=sigmas[2],
-        targets=targets,
-        elements=count,
-        squared_error_ratio=ratios.squares / count if count else 1.0,
-        expected_ratio=ratios.expected_squares / count if count else 1.0,
-        ratio_error=ratios.expected_variance**0.5 / count if count else 0.0,
-        clean_sha256_before=before,
-        clean_sha256_after=norms_sha256(model),
-    )
+def _note_sync(recorder: ReceiptRecorder, step: int, seen: Row, sigma: float, targets: int, digests: set[str]) -> None:
+    """Record a redraw. `digests`: of the norm weights before and after."""
+    row = recorder.row("rollout", step, None, SYNC).include([seen])
+    row.add(calls=1, sigma=sigma, targets=targets, digests=digests)

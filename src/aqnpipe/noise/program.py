@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -42,9 +42,9 @@ from aqnpipe.models.layout import (
 )
 from aqnpipe.models.parts import PlaceHook, parts_of
 from aqnpipe.models.sites import site_module
-from aqnpipe.noise.injection.faults import FaultHook, FaultRecord
+from aqnpipe.noise.injection.faults import FaultHook
 from aqnpipe.noise.kernels.stream import NoiseStream
-from aqnpipe.noise.receipts.table import Row
+from aqnpipe.noise.receipts.table import Place, Row, fault_operator
 from aqnpipe.proof.audit import Audit
 from aqnpipe.proof.observation import watch_backward
 from aqnpipe.proof.operators import AuditRequest
@@ -61,7 +61,6 @@ _BEHIND = ".behind"
 
 IN_OPTIMISER = "in an optimiser"
 
-_COUNTED = ("calls", "elements", "affected_elements", "expected_calls")
 _FIRST_PROJECTIONS = ("q_proj", "q_a_proj", "qkv_proj", "query_key_value")
 
 
@@ -100,14 +99,13 @@ class ProgramMachine(BaseModel):
 
 
 class _Written(BaseModel):
-    """File of one process: its program, the rows of its receipt, and the counts of its faults, see `_COUNTED`."""
+    """File of one process: its program, and the rows of its receipt."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     argv: list[str]
     torch: str
     rows: tuple[Row, ...]
-    faults: tuple[tuple[int, ...], ...]
 
 
 def begin(specification: str) -> None:
@@ -148,11 +146,11 @@ class _Program:
         self._process, self._began, self._spent = os.getpid(), time.monotonic(), 0.0
         self._is_behind = False
         self._writing = threading.RLock()
-        self._faults = tuple(map(FaultRecord, settings.faults))
         is_all = settings.operators == "all"
         self.receipt = MachineReceipt(
             settings.requested, np.random.default_rng(derive_seed(settings.seed, "exec audit"))
         )
+        self._faults = list(map(self.receipt.row, _places_of(settings.faults)))
         error = with_figures(settings.error) if isinstance(settings.error, MeasuredError) else settings.error
         request = AuditRequest(
             error,
@@ -282,7 +280,7 @@ class _Program:
 
     def _end_pass(self, *_: Any) -> None:
         for number, calls in self._layer_calls.items():
-            self._faults[number].expected_calls += calls
+            self._faults[number].passes += calls
         self._layer_calls.clear()
         self._write_while_running()
 
@@ -294,11 +292,11 @@ class _Program:
             return
         paths = {module: path for path, module in model.named_modules()}
         self._placed[model] = []
-        for number, record in enumerate(self._faults):
-            if record.fault.layer < len(layers):
-                site = site_module(model, record.fault.layer, record.fault.site)
-                hook = PlaceHook(FaultHook(record, partial(self._fault_call, number)))
-                projection = _first_projection(layers[record.fault.layer], record.fault.site)
+        for number, (fault, row) in enumerate(zip(self._settings.faults, self._faults, strict=True)):
+            if fault.layer < len(layers):
+                site = site_module(model, fault.layer, fault.site)
+                hook = PlaceHook(FaultHook(fault, row, partial(self._fault_call, number)))
+                projection = _first_projection(layers[fault.layer], fault.site)
                 place = None if projection is None else paths[projection]
                 self._placed[model].append(_PlacedFault(number, hook, paths[site], place))
 
@@ -366,8 +364,7 @@ class _Program:
         # Copies: other threads go on.
         seen.include(list(self.receipt.rows.values()))
         seen.count(dict(self._machine.counts))
-        counted = tuple(tuple(getattr(record, name) for name in _COUNTED) for record in self._faults)
-        return _Written(argv=sys.argv, torch=torch.__version__, rows=tuple(seen.rows.values()), faults=counted)
+        return _Written(argv=sys.argv, torch=torch.__version__, rows=tuple(seen.rows.values()))
 
     @property
     def _file(self) -> Path:
@@ -397,18 +394,19 @@ def _first_projection(layer: nn.Module, site: str) -> nn.Module | None:
     return next((named[name] for name in _FIRST_PROJECTIONS if name in named), None)
 
 
-def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt, tuple[FaultRecord, ...], int, int]:
-    """Return the receipt and the faults of all processes that wrote one to `folder`, and two numbers of processes.
+def _places_of(faults: Sequence[Fault]) -> list[Place]:
+    return [Place("forward", layer=fault.layer, operator=fault_operator(n)) for n, fault in enumerate(faults)]
+
+
+def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt, list[Row], int, int]:
+    """Return the receipt of all processes that wrote one to `folder`, its rows of faults, and two numbers of processes.
 
     Of those that computed, and of those that were killed before they recorded their last products.
     """
     total, num_processes = MachineReceipt(machine.requested, np.random.default_rng(0)), 0
-    faults = tuple(map(FaultRecord, machine.faults))
     for path in sorted(folder.glob("*.json")):
         written = _Written.model_validate_json(path.read_bytes())
-        num_processes += any(row.outcomes for row in written.rows) or any(map(any, written.faults))
+        num_processes += any(row.outcomes or (row.fault >= 0 and (row.calls or row.passes)) for row in written.rows)
         total.include(written.rows)
-        for record, counted in zip(faults, written.faults, strict=True):
-            for name, number in zip(_COUNTED, counted, strict=True):
-                setattr(record, name, getattr(record, name) + number)
+    faults = list(map(total.row, _places_of(machine.faults)))
     return total, faults, num_processes, len(list(folder.glob(f"*{_BEHIND}")))

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from aqnpipe.config.noise import TensorError
+from aqnpipe.config.noise import AppliedError, TensorError
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Draws
 from aqnpipe.proof.comparison import Columns, compare
@@ -20,6 +20,9 @@ from aqnpipe.proof.observation import Observation, is_same
 from aqnpipe.proof.recompute import Sampled, Shards, at, in_memory, in_whole
 
 MODULE_ERROR = "module_error"
+
+MODULE_STREAM = 8
+"""Stream of the random numbers of all errors on modules."""
 
 
 class RequestedModule(NamedTuple):
@@ -40,15 +43,21 @@ class RequestedModule(NamedTuple):
 
 
 def compare_module(
-    requested: RequestedModule, exact: Tensor, result: Tensor, draws: Draws, rng: np.random.Generator, count: int
+    error: AppliedError,
+    shards: Shards | None,
+    exact: Tensor,
+    result: Tensor,
+    draws: Draws,
+    rng: np.random.Generator,
+    count: int,
 ) -> tuple[Sampled, Columns]:
     """Compare sampled elements of a tensor with an error; the operand of the operator is exact."""
     index = rng.integers(0, max(result.numel(), 1), min(count, result.numel()))
     place = np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
     sampled = Sampled(in_memory(result, place), at(exact, place), np.zeros(len(index)), at(result, place))
-    if requested.shards is not None:
-        sampled = in_whole(sampled, result, requested.shards)
-    return sampled, compare(sampled, requested.error, draws, result.dtype)
+    if shards is not None:
+        sampled = in_whole(sampled, result, shards)
+    return sampled, compare(sampled, error, draws, result.dtype)
 
 
 def watch_modules(

@@ -30,7 +30,7 @@ from aqnpipe.noise.receipts.table import Place
 from aqnpipe.proof.comparison import compare, compare_exact
 from aqnpipe.proof.elementwise import ELEMENTWISE
 from aqnpipe.proof.linear import values_of
-from aqnpipe.proof.modules import MODULE_ERROR, RequestedModule, compare_module
+from aqnpipe.proof.modules import MODULE_ERROR, MODULE_STREAM, RequestedModule, compare_module
 from aqnpipe.proof.names import operator_name
 from aqnpipe.proof.norms import ATTENTION, NORM, NORM_GRADIENT, RESULTS, SUM
 from aqnpipe.proof.observation import Mode, Observation
@@ -269,11 +269,12 @@ class OperatorAudit:
             return
         key = self._key(requested.stream, passed, place)
         with self.exactly():
-            found, seen = compare_module(requested, exact, result, Draws.of(key, call, 8), self._draws, self._samples)
+            draws, error = Draws.of(key, call, MODULE_STREAM), requested.error
+            found, seen = compare_module(error, requested.shards, exact, result, draws, self._draws, self._samples)
         cell = cell_of(self.request.stream, requested.where, requested.operator, result.dtype)
         self.receipt.add(cell, **seen)
         if self.on_compared is not None:
-            self.on_compared(cell, found, requested.error, result.dtype)
+            self.on_compared(cell, found, error, result.dtype)
 
     def _classify(
         self, observation: Observation, function: Any, kind: _Kind, args: Any, kwargs: Mapping[str, Any], result: Any

@@ -65,11 +65,12 @@ class MachineReceipt(Shown):
         # The audit's own: which passes it observes, and which elements.
         self.draws = draws
         self.rows: dict[Place, Row] = {}
-        self.forward = self._row(Place(requested.phases[0] if requested.phases else "forward"))
-        self.backward = self._row(Place("backward"))
+        self.forward = self.row(Place(requested.phases[0] if requested.phases else "forward"))
+        self.backward = self.row(Place("backward"))
         self._lock = threading.Lock()
 
-    def _row(self, place: Place) -> Row:
+    def row(self, place: Place) -> Row:
+        """Return the row of a place, an empty one if nothing was seen there."""
         if place not in self.rows:
             self.rows[place] = Row(*place)
         return self.rows[place]
@@ -77,12 +78,12 @@ class MachineReceipt(Shown):
     def add(self, place: Place, **columns: Any) -> None:
         """Add to columns of the row of a place."""
         with self._lock:
-            self._row(place).add(**columns)
+            self.row(place).add(**columns)
 
     def include(self, rows: Iterable[Row]) -> None:
         """Add the rows of another receipt of the same request."""
         for row in rows:
-            self._row(row.place).include([row])
+            self.row(row.place).include([row])
 
     def count(self, counts: Mapping[tuple[str, str, str], int]) -> None:
         """Add the machine's counts of products, by (phase, operator, what happened)."""

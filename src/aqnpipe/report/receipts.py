@@ -137,7 +137,7 @@ def _evaluation_rows(evaluated: Evaluated, words: Words, run_link: RunLink) -> I
 def _overview_row(run: Run, words: Words, run_link: RunLink) -> dict[str, Any]:
     receipt, problems = run.receipt, run.receipt.problems()
     syncs = receipt.weight_syncs
-    restored = all(sync.clean_sha256_before == sync.clean_sha256_after for sync in syncs)
+    restored = all(sync.is_restored for sync in syncs)
     sigmas = [sync.sigma_requested for sync in syncs]
     return {
         "run": _name(run, words),
@@ -264,12 +264,11 @@ def _sync_text(receipt: Receipt, words: Words) -> str:
     if not syncs:
         return words("receipts.no_aqn" if receipt.aqn is None else "receipts.no_sync")
     noisy = [sync for sync in syncs if sync.sigma_requested > 0]
-    restored = sum(sync.clean_sha256_before == sync.clean_sha256_after for sync in syncs)
-    parts = [words("receipts.syncs", syncs=len(syncs), targets=syncs[0].targets, noisy=len(noisy))]
+    restored = sum(sync.is_restored for sync in syncs)
+    parts = [words("receipts.syncs", syncs=len(syncs), targets=syncs[0].targets or 0, noisy=len(noisy))]
     if noisy:
-        # In standard errors of the mean square over the elements of a sync; its variance is 2/n for Gaussian noise.
-        worst = max(abs(sync.squared_error_ratio - sync.expected_ratio) / sync.ratio_error for sync in noisy)
-        parts.append(words("receipts.sync_ratio", ratio=_sync_ratio(receipt), worst=worst))
+        recomputed, wrong = (sum(getattr(sync, name) for sync in noisy) for name in ("recomputed", "wrong"))
+        parts.append(words("receipts.sync_ratio", ratio=_sync_ratio(receipt), recomputed=recomputed, wrong=wrong))
     parts.append(words("receipts.restored", restored=restored, syncs=len(syncs)))
     return words.paragraph(parts)
 
@@ -280,7 +279,8 @@ def _sync_ratio(receipt: Receipt) -> str:
     elements = sum(sync.elements for sync in noisy)
     if not elements:
         return numbers.MISSING
-    return f"{math.sqrt(sum(sync.squared_error_ratio * sync.elements for sync in noisy) / elements):.4f}"
+    ratios = ((sync.sigma_measured / sync.sigma_requested) ** 2 * sync.elements for sync in noisy)
+    return f"{math.sqrt(sum(ratios) / elements):.4f}"
 
 
 def _reference_check_text(receipts: Sequence[Receipt], words: Words) -> str:

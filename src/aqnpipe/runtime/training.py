@@ -133,8 +133,7 @@ def launch_workers(
         replace(workspace, folder=workspace.folder.absolute()),
         resume_from.absolute() if resume_from else None,
     )
-    for left_over in (setup.logs, workspace.measurements):
-        shutil.rmtree(left_over, ignore_errors=True)
+    shutil.rmtree(setup.logs, ignore_errors=True)
     setup.logs.mkdir()
     setup.messages.write_text("")
     with (

@@ -11,9 +11,10 @@ from aqnpipe.config.noise import TRAINING_PHASES, NoiseSpec, Phase
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError
-from aqnpipe.models.layout import ATTENTION_KERNELS, decoder_layers, num_rms_norms
+from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.noise.aqn import target_factors
 from aqnpipe.noise.injection.faults import ActiveFaults
+from aqnpipe.noise.receipts.passes import stated
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Row
 from aqnpipe.noise.schedule import sigma_at
@@ -128,13 +129,9 @@ def required_passes(spec: TrainingSpec) -> tuple[Row, ...]:
     in_training: set[Phase] = {"actor_forward", "reference"} if training.lora else {"actor_forward"}
 
     def row(phase: Phase, step: int, sequences: int | None, **columns: Any) -> Row:
-        stated: dict[str, Any] = {
-            "passes": int(bool(sequences)),
-            "formats": {num_format},
-            "modes": {"training" if phase in in_training else "evaluation"},
-            "attention": set(ATTENTION_KERNELS[spec.attention]),
-        }
-        return Row(phase, step, sequences=sequences, **stated | columns)
+        mode = "training" if phase in in_training else "evaluation"
+        known = {"passes": int(bool(sequences))} | stated(num_format, spec.attention, mode)
+        return Row(phase, step, sequences=sequences, **known | columns)
 
     trained = {"trained_sequences": of_step, "formats": {num_format, f"{num_format} with dropout"}}
     return (

@@ -35,16 +35,16 @@ from aqnpipe.generation.rollout_engines import RolloutEngine
 from aqnpipe.models.layout import is_mixture_of_experts
 from aqnpipe.models.loading import load_tokenizer, weights_sha256
 from aqnpipe.models.sharding import shard_model
-from aqnpipe.noise.receipts.merge import WorkerMeasurements, merged_receipt, read_measurements
+from aqnpipe.noise.receipts.merge import merged_receipt
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import WeightSync
+from aqnpipe.noise.receipts.table import Row
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
 from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
 from aqnpipe.training.checkpoints import CheckpointWriter
 from aqnpipe.training.noise_plan import NoisePlan, build_noise_plan
 from aqnpipe.training.policy import autocast_dtype, load_policy
-from aqnpipe.training.ranks import rank_and_size
+from aqnpipe.training.ranks import gathered, rank_and_size
 from aqnpipe.training.resume import ResumePoints
 from aqnpipe.training.rollout_backend import merges_adapters, open_rollouts
 from aqnpipe.training.sampler_distance import growth_line, growth_of
@@ -118,7 +118,7 @@ def run_worker(
         _train(spec, trainer, resume_from)
     facts = trainer.audit.facts_of_all()
     try:
-        receipt = _receipt_of_all(trainer, workspace)
+        receipt = _receipt_of_all(trainer)
     except ReceiptError as error:
         if trainer.audit.lacks_only_gradients(error):
             raise NoRewardError(f"{run_label(spec)}: {trainer.audit.why_no_gradient()}") from error
@@ -153,17 +153,13 @@ def _train(spec: TrainingSpec, trainer: NoisyGRPOTrainer, resume_from: Path | No
         )
 
 
-def _receipt_of_all(trainer: NoisyGRPOTrainer, workspace: Workspace) -> Receipt | None:
-    """Return the checked receipt of all workers on the first worker; None on the others."""
+def _receipt_of_all(trainer: NoisyGRPOTrainer) -> Receipt | None:
+    """Return the checked receipt of all workers on the first worker, None on the others; a collective operation."""
     recorder, (rank, num_workers) = trainer.noise_plan.recorder, rank_and_size()
     if num_workers == 1:
         return recorder.receipt().check()
-    WorkerMeasurements(rank=rank, num_workers=num_workers, state=recorder.state()).write(workspace.measurements)
-    trainer.accelerator.wait_for_everyone()
-    if rank > 0:
-        return None
-    measurements = read_measurements(workspace.measurements, num_workers)
-    return merged_receipt(recorder, measurements, routed=is_mixture_of_experts(trainer.policy))
+    states = gathered(recorder.state())
+    return None if rank else merged_receipt(recorder, states, routed=is_mixture_of_experts(trainer.policy))
 
 
 def reward_correct(
@@ -321,7 +317,7 @@ def _validation(
 
 def _metrics_table(
     log_history: Iterable[Mapping[str, float]],
-    weight_syncs: Iterable[WeightSync],
+    weight_syncs: Iterable[Row],
     validation_accuracy: Mapping[int, float],
 ) -> pl.DataFrame:
     """Return one row per optimiser step, with the columns of `artifacts.TrainingMetrics`.
@@ -329,9 +325,9 @@ def _metrics_table(
     Rewards, lengths, sigmas and the distance between sampler and actor of step N belong to the rollout that step N
     learned from; several steps may share a rollout. Wall times are left out on purpose: the table must be reproducible.
     """
-    syncs = {sync.step + 1: sync for sync in weight_syncs}
+    syncs = {(sync.step or 0) + 1: sync for sync in weight_syncs}
     rows = []
-    sync: WeightSync | None = None
+    sync: Row | None = None
     rollout: dict[str, float] = {}
     for logged in log_history:
         if "loss" not in logged:

@@ -178,7 +178,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         return [answer.token_ids for answer in completions], [answer.log_probabilities or [] for answer in completions]
 
     def _log_sigma(self) -> None:
-        for sync in self.noise_plan.recorder.weight_syncs[-1:]:
+        for sync in self.noise_plan.recorder.state().weight_syncs[-1:]:
             self._metrics["train"]["sigma_requested"].append(sync.sigma_requested)
             self._metrics["train"]["sigma_measured"].append(sync.sigma_measured)
 

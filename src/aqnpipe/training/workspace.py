@@ -4,7 +4,6 @@
 <scratch>/<key>/        one workspace; the key is a digest of everything that decides the run's bytes
     run/                the future contents of the run's declared folder
     resume/step<N>/     resume points
-    measurements/       measurements of the workers, if there are several
     facts.json          facts of the training, which become part of run.json
     finished.json       digests of run/, written when it is complete
     stop                exists from a stop request until the next start
@@ -44,11 +43,6 @@ class Workspace:
     def resume(self) -> Path:
         """Folder of the resume points."""
         return self.folder / "resume"
-
-    @property
-    def measurements(self) -> Path:
-        """Folder of the workers' measurements, one file per worker; only runs with several workers have it."""
-        return self.folder / "measurements"
 
     @property
     def facts(self) -> Path:

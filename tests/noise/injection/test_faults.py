@@ -157,11 +157,11 @@ def test_context_changes_only_its_layer_and_counts(as_tuple):
         # the zeroed values are doubled as zeros by layer 2, all others are 8 * h as before
         expected = torch.where(HIDDEN.abs() < 1, torch.zeros(()), clean)
         assert torch.equal(model(HIDDEN), expected)
-        assert (record.calls, record.elements, record.affected_elements) == (1, 6, 2)
+        assert (record.calls, record.elements, record.changed) == (1, 6, 2)
         assert record.survival_rate == pytest.approx(4 / 6)
         assert (record.num_faulty_channels, record.num_channels) == (3, 3)
         model(HIDDEN)
-        assert (record.calls, record.elements, record.affected_elements) == (2, 12, 4)
+        assert (record.calls, record.elements, record.changed) == (2, 12, 4)
     assert torch.equal(model(HIDDEN), clean)
     assert record.calls == 2
 
@@ -237,7 +237,7 @@ def test_several_faults_at_once_are_counted_apart():
     with faults.simulated_faults(model, requested) as records:
         output = model(HIDDEN.detach())
     # layer 0 zeroes |h| < 1 (two values); layer 2 clamps to 0.75 * 80 = 60 (80 and -76)
-    assert [record.affected_elements for record in records] == [2, 2]
+    assert [record.changed for record in records] == [2, 2]
     assert output.tolist() == [[[0.0, -16.0, 60.0], [0.0, 8.0, -60.0]]]
 
 

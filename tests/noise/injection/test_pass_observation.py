@@ -70,6 +70,16 @@ def test_mode_and_kernel_are_those_of_the_moment(make_model):
     assert (Pass(model).row().modes, Pass(model).row().attention) == ({"training"}, {"sdpa"})
 
 
+def test_deterministic_algorithms_are_those_that_torch_is_told_to_use(make_model):
+    one_pass = Pass(make_model())
+    assert one_pass.row().algorithms == {"default"}
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert one_pass.row().algorithms == {"deterministic"}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_cache_of_linear_attention_begins_once(one_pass):
     """Its layers do not count tokens."""
     one_pass.cache = Cache(layers=[LinearAttentionLayer()])

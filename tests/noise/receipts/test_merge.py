@@ -1,7 +1,6 @@
 """Merged receipts: equal to those of a single recorder; refusals name the worker."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.merge import WorkerMeasurements, merge_states, merged_receipt, read_measurements
+from aqnpipe.noise.receipts.merge import merge_states, merged_receipt
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
@@ -63,7 +62,7 @@ def record(recorder, spec, model, rank):
 
 @pytest.fixture(scope="module")
 def measurements_of(make_model):
-    """Return (recorder, measurements of two workers) for a mode; each mode is recorded once."""
+    """Return (recorder, states of two workers) for a mode; each mode is recorded once."""
     kept = {}
 
     def get(mode):
@@ -74,7 +73,7 @@ def measurements_of(make_model):
             for rank in range(2):
                 recorder = recorder_for(mode)
                 record(recorder, MODES[mode], model, rank)
-                workers.append(WorkerMeasurements(rank=rank, num_workers=2, state=recorder.state()))
+                workers.append(recorder.state())
             kept[mode] = workers
         return recorder_for(mode), copy.deepcopy(kept[mode])
 
@@ -109,61 +108,33 @@ def test_the_merged_receipt_equals_that_of_a_single_recorder(mode, measurements_
         assert flow_of(ours) == pytest.approx(flow_of(theirs), rel=1e-12)
 
 
-def test_noise_on_weights_is_kept_once_and_noise_on_hidden_states_is_added_up(measurements_of):
-    for mode, share in (("norms", 1), ("hidden", 2)):
-        recorder, workers = measurements_of(mode)
-        first = workers[0].state.weight_syncs
-        merged = merged_receipt(recorder, workers)
-        assert [sync.step for sync in merged.weight_syncs] == [0, 1]
-        if mode == "norms":
-            assert merged.weight_syncs == first
-        else:
-            both = [sum(worker.state.weight_syncs[i].elements for worker in workers) for i in range(2)]
-            assert [sync.elements for sync in merged.weight_syncs] == both
-        assert merged.weight_cells[0].elements >= share * first[0].elements // 7
+@pytest.mark.parametrize("mode", ["norms", "hidden"])
+def test_redraws_of_all_workers_are_added_up(measurements_of, mode):
+    recorder, workers = measurements_of(mode)
+    merged = merged_receipt(recorder, workers)
+    assert [(sync.step, sync.calls) for sync in merged.weight_syncs] == [(0, 2), (1, 2)]
+    for number, sync in enumerate(merged.weight_syncs):
+        each = [worker.weight_syncs[number] for worker in workers]
+        for name in ("elements", "recomputed"):
+            assert getattr(sync, name) == sum(getattr(one, name) for one in each) > 0
+        assert sync.sigma_requested == pytest.approx(each[0].sigma_requested)
+        assert sync.sigma_measured**2 == pytest.approx(sum(one.sigma_measured**2 for one in each) / 2)
 
 
 def test_measured_scales_of_workers_are_merged_by_their_elements(measurements_of):
     """3 elements with relative errors of 0.1, one with 0.3: sqrt((3*0.01 + 0.09)/4) = 0.17320508."""
-    _, workers = measurements_of("operators")
-    states = [worker.state for worker in workers]
+    _, states = measurements_of("operators")
     for state, count, square in ((states[0], 3, 0.01), (states[1], 1, 0.09)):
         cell = state.cells[0]
         cell.measured_elements, cell.squares = count, count * square
-    cell = merge_states(states, per_worker_draws=False).cells[0]
+    cell = merge_states(states).cells[0]
     assert cell.measured == pytest.approx(0.17320508, rel=1e-8)
-
-
-def test_measurements_survive_their_files(measurements_of, tmp_path):
-    _, workers = measurements_of("operators")
-    for worker in workers:
-        worker.write(tmp_path)
-    assert read_measurements(tmp_path, 2) == workers
-
-
-def test_a_missing_worker_is_refused(measurements_of, tmp_path):
-    _, workers = measurements_of("operators")
-    workers[0].write(tmp_path)
-    with pytest.raises(ReceiptError, match="no measurements of worker 1 of 2"):
-        read_measurements(tmp_path, 2)
-
-
-def test_measurements_of_another_launch_and_invalid_files_are_refused(measurements_of, tmp_path):
-    _, workers = measurements_of("operators")
-    for worker in workers:
-        worker.write(tmp_path)
-    workers[1].model_copy(update={"num_workers": 4}).write(tmp_path)
-    with pytest.raises(ReceiptError, match="is of worker 1 of 4, expected 1 of 2"):
-        read_measurements(tmp_path, 2)
-    (tmp_path / "worker1.json").write_text(json.dumps({"rank": 1}))
-    with pytest.raises(ReceiptError, match=r"worker1\.json: num_workers: missing key"):
-        read_measurements(tmp_path, 2)
 
 
 def refusal(measurements_of, mode, change):
     recorder, workers = measurements_of(mode)
-    state: RecorderState = workers[1].state
-    workers[1] = workers[1].model_copy(update={"state": state.model_copy(update=change(state))})
+    state: RecorderState = workers[1]
+    workers[1] = state.model_copy(update=change(state))
     with pytest.raises(ReceiptError) as refused:
         merged_receipt(recorder, workers)
     return str(refused.value)
@@ -211,24 +182,22 @@ def test_a_worker_that_lacks_a_phase_is_refused(measurements_of):
 @pytest.mark.parametrize("mode", ["norms", "hidden"])
 def test_workers_with_different_clean_weights_or_sigmas_are_refused(measurements_of, mode):
     def other_weights(state):
-        sync = state.weight_syncs[1]
-        changed = {"clean_sha256_before": "0" * 64, "clean_sha256_after": "0" * 64}
-        return {"weight_syncs": (state.weight_syncs[0], sync.model_copy(update=changed))}
+        state.weight_syncs[1].digests = {"0" * 64}
+        return {}
 
-    assert "worker 1 of 2: AQN step 1: clean_sha256_before is 000000000000" in refusal(
-        measurements_of, mode, other_weights
-    )
+    assert "worker 1 of 2: AQN step 1: digests is 000000000000" in refusal(measurements_of, mode, other_weights)
 
     def other_sigma(state):
-        first = state.weight_syncs[0].model_copy(update={"sigma_requested": 0.04})
-        return {"weight_syncs": (first, state.weight_syncs[1])}
+        sync = state.weight_syncs[0]
+        sync.drawn_squares = sync.elements * 0.04**2
+        return {}
 
     assert "worker 1 of 2: AQN step 0: sigma_requested is 0.04, 0.05" in refusal(measurements_of, mode, other_sigma)
 
 
 def test_a_worker_that_missed_a_sync_is_refused(measurements_of):
     def forget(state):
-        return {"weight_syncs": state.weight_syncs[:-1]}
+        return {"rows": [row for row in state.rows if row is not state.weight_syncs[-1]]}
 
     assert "worker 1 of 2: AQN: 1 weight syncs, worker 0 had 2" in refusal(measurements_of, "norms", forget)
 
@@ -238,7 +207,7 @@ def test_gradients_of_one_worker_may_all_be_zero_but_not_those_of_all(measuremen
     """The rewards of all groups of a worker may be equal: the gradients of the others have the size of the noise."""
     recorder, workers = measurements_of("operators")
     for rank in without:
-        for cell in workers[rank].state.cells:
+        for cell in workers[rank].cells:
             if cell.phase == "backward":
                 cell.zeros, cell.measured_elements, cell.error_sum, cell.squares = cell.measured_elements, 0, 0.0, 0.0
     if len(without) < len(workers):

@@ -8,7 +8,7 @@ from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.table import Row
 
 F, DROPOUT = {"float32"}, {"float32", "float32 with dropout"}
-STATED = {"modes": {"evaluation"}, "attention": {"eager"}}
+STATED = {"modes": {"evaluation"}, "attention": {"eager"}, "algorithms": {"default"}}
 REQUIRED = (
     *(
         Row("rollout", step, passes=read, sequences=8 * read, formats=F, **STATED)
@@ -110,6 +110,11 @@ def test_of_a_run_that_goes_on_only_the_steps_done_are_compared():
             "actor_forward: computed in sdpa attention, the study asks for eager, in step 1",
         ),
         (
+            ("actor_forward", 1),
+            {"algorithms": {"deterministic"}},
+            "actor_forward: computed in deterministic algorithms, the study asks for default, in step 1",
+        ),
+        (
             ("rollout", 2),
             {"largest_first_position": 12},
             "rollout: a first forward pass began at position 12: tokens were read before",
@@ -142,7 +147,7 @@ def test_a_row_that_is_missing_or_different_is_a_problem(place, changes, problem
 def test_the_modes_and_kernels_that_a_study_states_are_no_problem():
     rows = rows_of_a_run()
     for row in rows.values():
-        row.modes, row.attention = {"evaluation"}, {"eager"}
+        row.modes, row.attention, row.algorithms = {"evaluation"}, {"eager"}, {"default"}
     assert problems_of(rows) == []
 
 

@@ -34,10 +34,9 @@ class BatchFacts:
     """Observations made while a batch was generated.
 
     prompts: digests of the prompts that the network read, without padding, in the order of the batch. responses:
-    digests of the responses that it gave. noise_key: seed and step of the noise that was installed. first_logits:
-    digest of the first logits of the batch. weights: digest of sampled weights in memory; by name in the first batch of
-    a pass. special_tokens: end and padding token of the worker. again: None for batches with noise or faults. Problems:
-    row (None: the batch) and what is wrong with it.
+    digests of the responses that it gave. first_logits: digest of the first logits of the batch. weights: digest of
+    sampled weights in memory; by name in the first batch of a pass. special_tokens: end and padding token of a worker.
+    again: None for batches with noise or faults. Problems: row (None: the batch) and what is wrong with it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _PLAIN
@@ -53,12 +52,7 @@ class BatchFacts:
     again: AgainFacts | None
     problems: tuple[Finding, ...]
     problems_again: tuple[Finding, ...] = ()
-    noise_key: tuple[int, int] | None = None
     first_logits: str = ""
-    dtype: str = ""
-    attention: str = ""
-    autocast: str | None = None
-    training: bool = False
 
 
 def requested_choice(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Choice:

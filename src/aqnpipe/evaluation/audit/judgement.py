@@ -14,7 +14,8 @@ from aqnpipe.evaluation.audit.facts import BatchFacts, tokens_digest
 from aqnpipe.evaluation.audit.weights import combined, differing_weight
 from aqnpipe.evaluation.shards import Batch, PassResult
 from aqnpipe.generation.backend import Completion
-from aqnpipe.models.layout import ATTENTION_KERNELS
+from aqnpipe.noise.receipts.passes import other_settings, stated
+from aqnpipe.noise.receipts.table import Row
 from aqnpipe.reference.decoder import Finding
 
 UNOBSERVED = (
@@ -22,7 +23,7 @@ UNOBSERVED = (
     "choice of tokens",
     "sampled tokens",
     "responses computed again",
-    "weights, number format and noise keys at the time of a forward pass",
+    "weights and number format at the time of a forward pass",
 )
 """Facts that only transformers in this package's own processes lets the audit observe."""
 
@@ -85,10 +86,15 @@ class Judge:
         if len(result.facts) != len(result.batches):
             yield f"{len(result.facts)} of {len(result.batches)} batches were observed"
             return
+        spec = self._expected.spec
+        needed = Row("evaluation", **stated(spec.dtype, spec.attention))
+        if found := [problem for row in result.receipt.phases for problem in other_settings(needed, row)]:
+            yield from found
+            return
         for batch, facts in zip(result.batches, result.facts, strict=True):
             # Each of these causes the next: other settings, other prompts, other tokens.
             yield from (
-                list(self._setting_problems(facts, result.noise_seed, batch))
+                list(self._setting_problems(facts, batch))
                 or list(self._prompt_problems(batch, facts))
                 or list(self._found_problems(batch, facts.problems))
                 or list(self._token_problems(batch, facts.responses, result.samples))
@@ -96,8 +102,7 @@ class Judge:
             )
         yield from self._coverage_problems(result.facts)
 
-    def _setting_problems(self, facts: BatchFacts, noise_seed: int, batch: Batch) -> Iterator[str]:
-        spec = self._expected.spec
+    def _setting_problems(self, facts: BatchFacts, batch: Batch) -> Iterator[str]:
         if facts.weights_by_name is not None:
             name = differing_weight(facts.weights_by_name, self._model_dir)
             if name is not None:
@@ -110,20 +115,6 @@ class Judge:
             yield (
                 f"end and padding token are {facts.special_tokens}, those of the checkpoint's tokenizer are {special}: "
                 "the tokenizer of another model"
-            )
-        if facts.dtype != spec.dtype:
-            yield f"the weights are in {facts.dtype}, the study requests {spec.dtype}"
-        if facts.autocast:
-            yield f"computed in {facts.autocast} by autocast, the study requests {spec.dtype}"
-        if facts.attention not in ATTENTION_KERNELS[spec.attention]:
-            yield f"attention is {facts.attention}, the study requests {spec.attention}"
-        if facts.training:
-            yield "the model is in training mode: dropout is on"
-        if facts.noise_key is not None and facts.noise_key != (noise_seed, batch.step):
-            found, step = facts.noise_key
-            yield (
-                f"batch {batch.step}: its noise is keyed by noise seed {found}, step {step}, expected noise seed "
-                f"{noise_seed}, step {batch.step}"
             )
 
     def _prompt_problems(self, batch: Batch, facts: BatchFacts) -> Iterator[str]:
@@ -221,7 +212,6 @@ class Judge:
         return PassFacts(
             noise_level=result.noise_level,
             noise_seed=result.noise_seed,
-            noise_keys=tuple(sorted({facts.noise_key[0] for facts in result.facts if facts.noise_key is not None})),
             first_logits=tuple(facts.first_logits for facts in result.facts),
             rows="".join(
                 row_digest(names[question], sample, *self._shown(completions[question]))

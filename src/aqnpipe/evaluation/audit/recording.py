@@ -18,7 +18,6 @@ from aqnpipe.evaluation.audit.facts import AgainFacts, BatchFacts, audit_number,
 from aqnpipe.evaluation.audit.weights import combined, digests_in_memory, tensor_digest
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
-from aqnpipe.noise.injection.phase import ACTIVE_KEY
 from aqnpipe.reference.decoder import Choice, DecodingTrace, Finding, Verdict, unobserved
 
 _TRIAL_ROWS = 8
@@ -58,11 +57,13 @@ class ObservedBatch:
         self._generator, self._spec, self._place, self._prompts = generator, spec, place, prompts
         self._choice = requested_choice(spec, place.noise_seed, place.sample, place.number)
         self._trace = DecodingTrace(prompts, generator.special_tokens[1], self._choice)
-        self._settings: dict[str, Any] = {}
+        self._first_logits = ""
 
     def note(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Note a forward of the model, as a hook behind it."""
-        self._settings = self._settings or _settings_of(self._generator.model, output.logits)
+        if not self._first_logits:
+            with unobserved():
+                self._first_logits = tensor_digest(output.logits[0, -1].detach(), 6)
         self._trace.note(kwargs, output.logits)
 
     def facts(self, completions: Sequence[Completion]) -> BatchFacts:
@@ -90,7 +91,7 @@ class ObservedBatch:
             again=again,
             problems=verdict.findings,
             problems_again=tuple(problems_again),
-            **self._settings,
+            first_logits=self._first_logits,
         )
 
     def _tried(self, trial: Sampling) -> tuple[AgainFacts | None, list[Finding]]:
@@ -146,28 +147,6 @@ def _hooked(model: Any, hook: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _settings_of(model: Any, logits: Tensor) -> dict[str, Any]:
-    """Return what the first forward of a batch used, as fields of `BatchFacts`."""
-    key, kind = getattr(model, ACTIVE_KEY, None), logits.device.type
-    sizes: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    with unobserved():
-        first_logits = tensor_digest(logits[0, -1].detach(), 6)
-    return {
-        "noise_key": None if key is None else (key.seed, key.step),
-        "first_logits": first_logits,
-        "dtype": _name(max(sizes, key=lambda dtype: sizes[dtype])),
-        "attention": str(model.config._attn_implementation),
-        "autocast": _name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
-        "training": any(module.training for module in model.modules()),
-    }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _trial(spec: EvaluationSpec, place: BatchPlace) -> Sampling | None:

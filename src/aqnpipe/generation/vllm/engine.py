@@ -34,7 +34,6 @@ from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.allowed_keys import load_config
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.injection.faults import ActiveFaultState
-from aqnpipe.noise.receipts.merge import WorkerMeasurements
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.seeding import derive_seed
 
@@ -268,9 +267,8 @@ class VllmEngine:
             raise RuntimeError("no forward pass has begun; this is a bug")
         replies = self.call_workers("aqnpipe_end_pass")
         recorder = noise.recorder(self._num_layers, self._workers[0]["num_norms"])
-        workers = self._checked(replies)
-        merged = merged_workers(workers, shares_of(replies), recorder)
-        return PassMeasurements(self._num_layers, self._workers[0]["num_norms"], (merged,))
+        merged = merged_workers(self._checked(replies), shares_of(replies), recorder)
+        return PassMeasurements(self._num_layers, self._workers[0]["num_norms"], merged)
 
     def end_rollout(self) -> tuple[RecorderState, tuple[ActiveFaultState, ...]]:
         """End the rollout; return what all workers recorded, for the receipt of the run, and the states of the faults.
@@ -278,8 +276,8 @@ class VllmEngine:
         Raises ReceiptError if the measurements of a worker are missing or do not cover all forward passes.
         """
         replies = self.call_workers("aqnpipe_end_pass")
-        (worker,) = self._checked(replies)
-        return worker.state, tuple(ActiveFaultState(**state) for state in replies[0]["fault_states"])
+        (recorded,) = self._checked(replies)
+        return recorded, tuple(ActiveFaultState(**state) for state in replies[0]["fault_states"])
 
     def fall_asleep(self) -> None:
         """Free the GPU memory of weights and cache; the caller sends the weights again before they are used."""
@@ -289,7 +287,7 @@ class VllmEngine:
         """Allocate that memory again."""
         self._llm.wake_up(tags=[what])
 
-    def _checked(self, replies: Sequence[Mapping[str, Any]]) -> list[WorkerMeasurements]:
+    def _checked(self, replies: Sequence[Mapping[str, Any]]) -> list[RecorderState]:
         audited = self._longest_batch if self._noises_operators else 0
         number, forwards = len(self._workers), self._min_forwards
         return checked_measurements(replies, number, forwards, audited, must_replay=self._must_replay)

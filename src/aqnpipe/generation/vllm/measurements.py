@@ -6,7 +6,7 @@ from typing import Any
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.injection.requested import FORWARD_KINDS
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.merge import WorkerMeasurements
+from aqnpipe.noise.receipts.merge import label
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 
 
@@ -17,8 +17,8 @@ def checked_measurements(
     audited_forwards: int,
     *,
     must_replay: bool = False,
-) -> list[WorkerMeasurements]:
-    """Return the measurements of each worker, by rank.
+) -> list[RecorderState]:
+    """Return what each worker recorded, by rank.
 
     `min_forwards`: the forward passes that the responses took at least. `audited_forwards`: those of the longest batch
     if operator noise was requested, else 0; a batch whose prompts alone were read took one. `must_replay`:
@@ -28,44 +28,34 @@ def checked_measurements(
     ranks = sorted(reply["rank"] for reply in replies)
     if ranks != list(range(num_workers)):
         raise ReceiptError(f"receipt invalid: measurements of workers {ranks}, expected {num_workers}")
-    workers = workers_of(replies)
-    for worker in workers:
-        forwards = sum(phase.passes for phase in worker.state.phases)
+    states = states_of(replies)
+    for rank, state in enumerate(states):
+        worker = f"vLLM's {label(rank, num_workers)}"
+        forwards = sum(phase.passes for phase in state.phases)
         if forwards < min_forwards:
             raise ReceiptError(
-                f"receipt invalid: vLLM's {worker.label} measured {forwards} forward passes, the responses took at "
-                f"least {min_forwards}"
+                f"receipt invalid: {worker} measured {forwards} forward passes, the responses took at least "
+                f"{min_forwards}"
             )
-        if must_replay and not any(phase.graph_replays for phase in worker.state.phases):
+        if must_replay and not any(phase.graph_replays for phase in state.phases):
             raise ReceiptError(
-                f"receipt invalid: vLLM's {worker.label} replayed no CUDA graph in {forwards} forward passes, which "
+                f"receipt invalid: {worker} replayed no CUDA graph in {forwards} forward passes, which "
                 "generation.cuda_graphs requests"
             )
-        _check_audit(worker, audited_forwards)
-    return workers
+        for record in state.phases:
+            missing = [kind for kind in FORWARD_KINDS[:audited_forwards] if not record.audited_passes.get(kind)]
+            if missing:
+                raise ReceiptError(
+                    f"receipt invalid: {worker} audited no layer in {record.phase} "
+                    f"(forward passes over {' and over '.join(missing)})"
+                )
+    return states
 
 
-def _check_audit(worker: WorkerMeasurements, num_forwards: int) -> None:
-    """Raise ReceiptError if no layer was observed in one of the kinds of forward passes."""
-    for record in worker.state.phases:
-        missing = [kind for kind in FORWARD_KINDS[:num_forwards] if not record.audited_passes.get(kind)]
-        if missing:
-            raise ReceiptError(
-                f"receipt invalid: vLLM's {worker.label} audited no layer in {record.phase} "
-                f"(forward passes over {' and over '.join(missing)})"
-            )
-
-
-def workers_of(replies: Sequence[Mapping[str, Any]]) -> list[WorkerMeasurements]:
-    """Return the measurements of each worker, by rank, unchecked."""
-    return [
-        WorkerMeasurements(
-            rank=reply["rank"],
-            num_workers=reply["num_workers"],
-            state=RecorderState.model_validate_json(reply["state"]),
-        )
-        for reply in sorted(replies, key=lambda reply: int(reply["rank"]))
-    ]
+def states_of(replies: Sequence[Mapping[str, Any]]) -> list[RecorderState]:
+    """Return what each worker recorded, by rank, unchecked."""
+    by_rank = sorted(replies, key=lambda reply: int(reply["rank"]))
+    return [RecorderState.model_validate_json(reply["state"]) for reply in by_rank]
 
 
 def shares_of(replies: Sequence[Mapping[str, Any]]) -> list[dict[str, list[Shard]]]:

@@ -19,7 +19,7 @@ from aqnpipe.config.noise import ErrorModel, LayerIndex, OperatorNoise, Operator
 from aqnpipe.config.yaml_file import load_yaml, validated
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise
-from aqnpipe.generation.vllm.measurements import shares_of, workers_of
+from aqnpipe.generation.vllm.measurements import shares_of, states_of
 from aqnpipe.generation.vllm.plugin import NOISE_FILE
 from aqnpipe.generation.vllm.tensor_parallel import texts_of_all_workers
 from aqnpipe.generation.vllm.worker import NoiseExtension
@@ -81,7 +81,7 @@ class ServedNoise(NoiseExtension):
         replies = [json.loads(text) for text in texts_of_all_workers(own)]
         recorder = current.noise.recorder(len(current.engine.layers), num_rms_norms(current.engine.model))
         try:
-            recorder.restore(merged_workers(workers_of(replies), shares_of(replies), recorder))
+            recorder.restore(merged_workers(states_of(replies), shares_of(replies), recorder))
         except ReceiptError as error:
             return current.recorder.receipt(), list(error.problems)
         receipt = recorder.receipt()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.merge import WorkerMeasurements, paired
+from aqnpipe.noise.receipts.merge import label, paired
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Row, grouped
@@ -26,31 +26,26 @@ _AUDITED = (
 
 
 def merged_workers(
-    workers: Sequence[WorkerMeasurements], shares: Sequence[Shares], recorder: ReceiptRecorder
+    states: Sequence[RecorderState], shares: Sequence[Shares], recorder: ReceiptRecorder
 ) -> RecorderState:
-    """Return the measurements of the model that `workers`, by rank, computed together; `shares` are those of each.
+    """Return the measurements of the model that workers computed together: their `states` and `shares` by rank.
 
     `recorder` must have been made with the requested noise. Raises ReceiptError, which names the worker, if one of them
     had other noise than requested or than the others.
     """
-    if len(workers) == 1:
-        return workers[0].state
-    problems = [
-        f"vLLM's {worker.label}: {problem}" for worker in workers for problem in _own_problems(worker, recorder)
-    ]
-    for worker in workers[1:]:
-        problems += [f"vLLM's {worker.label}: {each}" for each in _differences(workers[0].state, worker.state)]
+    if len(states) == 1:
+        return states[0]
+    problems = []
+    for rank, state in enumerate(states):
+        own = recorder.problems_of(state) if any(phase.passes for phase in state.phases) else []
+        found = own + (_differences(states[0], state) if rank else [])
+        problems += [f"vLLM's {label(rank, len(states))}: {problem}" for problem in found]
     problems += _incomplete(shares)
     if problems:
         text = "; ".join(problems[:_LISTED])
         more = f"; {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         raise ReceiptError(f"receipt invalid: {text}{more}", tuple(problems))
-    return _merged([worker.state for worker in workers])
-
-
-def _own_problems(worker: WorkerMeasurements, recorder: ReceiptRecorder) -> list[str]:
-    has_run = any(phase.passes for phase in worker.state.phases)
-    return recorder.problems_of(worker.state) if has_run else []
+    return _merged(states)
 
 
 def _differences(first: RecorderState, other: RecorderState) -> list[str]:
@@ -59,12 +54,12 @@ def _differences(first: RecorderState, other: RecorderState) -> list[str]:
     for ours, theirs in paired(first.phases, other.phases):
         if theirs.passes != ours.passes:
             problems.append(f"{ours.phase}: {theirs.passes} forward passes, worker 0 had {ours.passes}")
+        if theirs.keys != ours.keys:
+            problems.append("the noise has other keys than on worker 0")
         if theirs.modules != ours.modules:
             problems.append(
                 f"{ours.phase}: module noise on {len(theirs.modules)} modules, worker 0 had {len(ours.modules)}"
             )
-    if sorted(first.noise_keys) != sorted(other.noise_keys):
-        problems.append("the noise has other keys than on worker 0")
     problems += [
         f"{ours.phase} {ours.operator} layer {'lm_head' if ours.layer is None else ours.layer}: {theirs.calls} noised "
         f"calls on {theirs.elements} elements, worker 0 had {ours.calls} on {ours.elements}"
@@ -112,7 +107,4 @@ def _is_whole(shares: Sequence[Shard], width: int) -> bool:
 def _merged(states: Sequence[RecorderState]) -> RecorderState:
     """Return the measurements of the first worker, which counts whole results, with what all of them audited."""
     audited = [Row(*row.place).include([row], _AUDITED) for state in states[1:] for row in state.rows]
-    mismatches = {line for state in states for line in state.mismatches}
-    return states[0].model_copy(
-        update={"rows": grouped([*states[0].rows, *audited]), "mismatches": tuple(sorted(mismatches))}
-    )
+    return RecorderState(rows=grouped([*states[0].rows, *audited]))

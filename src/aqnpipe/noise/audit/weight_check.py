@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from aqnpipe.config.noise import AbsoluteGaussian, Phase
 from aqnpipe.models.layout import rms_norms, weight_of
@@ -15,6 +16,23 @@ from aqnpipe.noise.receipts.table import Row
 
 _STREAM = "aqn"
 _SAMPLED_ELEMENTS = 64
+
+
+def wrong_weights(
+    clean: Tensor, weight: Tensor, sigma: float, seed: int, step: int, call: int, rng: np.random.Generator
+) -> npt.NDArray[np.bool_]:
+    """Return which sampled elements of a norm's weight are not the clean ones with the noise of `step`.
+
+    `call`: number of the norm among the targets of AQN; `sigma`: 0 where it must be clean.
+    """
+    elements = rng.integers(weight.numel(), size=min(weight.numel(), _SAMPLED_ELEMENTS))
+    index = torch.from_numpy(elements)
+    used, before = (values.flatten()[index.to(values.device)].double().cpu().numpy() for values in (weight, clean))
+    if sigma == 0:
+        return used != before
+    draws = Draws.of(key_at_step(seed, _STREAM, step), call, 0)
+    expected, allowed = expected_values(before, AbsoluteGaussian(scale=sigma), weight.dtype, draws, elements)
+    return deviations(before, used, expected, allowed, weight.dtype) > 1
 
 
 def compare_norms(
@@ -41,23 +59,14 @@ def compare_norms(
         if aqn is not None and aqn.targets != "hidden_states" and phase == "rollout"
         else []
     )
-    key = key_at_step(position.seed, _STREAM, position.step)
     for name, module in model.named_modules():
         if name not in clean_weights:
             continue
         weight, before = weight_of(module).detach(), clean_weights[name]
-        elements = rng.integers(weight.numel(), size=min(weight.numel(), _SAMPLED_ELEMENTS))
-        index = torch.from_numpy(elements)
-        used, clean = (tensor.flatten()[index.to(tensor.device)].double().cpu().numpy() for tensor in (weight, before))
-        call = noised.index(name) if name in noised else None
-        sigma = sigma_of(name) if call is not None else 0.0
-        if call is None or sigma == 0:
-            wrong = used != clean
-        else:
-            draws = Draws.of(key, call, 0)
-            expected, allowed = expected_values(clean, AbsoluteGaussian(scale=sigma), weight.dtype, draws, elements)
-            wrong = deviations(clean, used, expected, allowed, weight.dtype) > 1
-            row.recomputed += len(elements)
+        call = noised.index(name) if name in noised else 0
+        sigma = sigma_of(name) if name in noised else 0.0
+        wrong = wrong_weights(before, weight, sigma, position.seed, position.step, call, rng)
+        row.recomputed += len(wrong) if sigma else 0
         if wrong.any():
             requested = f"the noise of step {position.step}" if sigma else "clean weights"
             what = f"AQN: {name}: {wrong.mean():.0%} of the sampled weights are not as requested: {requested}"

@@ -4,39 +4,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import Phase
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.models.sites import site_module
 from aqnpipe.noise.injection.faults import ActiveFault
 from aqnpipe.noise.injection.hooks import keep, on_output
-from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import fault_operator
 
-
-class SitesOfPhase(Protocol):
-    """The phase that faults and noise on hidden states belong to."""
-
-    model: nn.Module
-    phase: Phase
-    recorder: ReceiptRecorder
-
-    @property
-    def recomputing(self) -> bool:
-        """Return whether a layer is computed again, so that nothing is counted twice."""
-        ...
-
-    def seed(self, stream: str, *counters: int) -> int:
-        """Return the seed of `stream` in this forward pass."""
-        ...
-
-    def noised_hidden(self, layer: int, sigma: float, hidden: Tensor) -> Tensor:
-        """Return hidden states with AQN's relative noise; gradients pass straight through."""
-        ...
+if TYPE_CHECKING:
+    from aqnpipe.noise.injection.phase import _RunningPhase
 
 
 SharedSite = Callable[[nn.Module, Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
@@ -65,7 +45,7 @@ class FaultInjection:
 
     def __init__(
         self,
-        state: SitesOfPhase,
+        state: "_RunningPhase",
         active_faults: Sequence[ActiveFault],
         hidden_sigmas: Mapping[int, float],
         find: Callable[[nn.Module, int, str], nn.Module] = site_module,
@@ -78,11 +58,10 @@ class FaultInjection:
         self._shared = shared
         self._sites = self._find()
 
-    def install(self, stack: ExitStack, layer: int) -> None:
-        """Register the hooks on the sites of one decoder layer. Call it after all other hooks are registered."""
+    def install(self, stack: ExitStack) -> None:
+        """Register the hooks on the sites. Call it after all other hooks are registered."""
         for site in self._sites:
-            if site.layer == layer:
-                keep(stack, site.module.register_forward_hook(PlaceHook(partial(self._leave, site))))
+            keep(stack, site.module.register_forward_hook(PlaceHook(partial(self._leave, site))))
 
     def _find(self) -> list[_Site]:
         faults: dict[tuple[int, str], dict[int, ActiveFault]] = {

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import site_module
+from aqnpipe.noise.receipts.table import Row, fault_operator
 from aqnpipe.seeding import keyed_generator
 
 SPIKE_PROBABILITY = 0.01
@@ -90,30 +91,9 @@ def apply_fault(hidden: Tensor, fault: Fault, channels: Tensor, call: int, thres
     return torch.where(channels.to(hidden.device), _faulty(hidden, fault, reference, generator), hidden)
 
 
-@dataclass
-class FaultRecord:
-    """Effect of a simulated fault so far; elements are all values of the site's output, on any channel.
-
-    `expected_calls`: in how many calls the layer computed, where that is observed by itself.
-    """
-
-    fault: Fault
-    num_channels: int = 0
-    num_faulty_channels: int = 0
-    calls: int = 0
-    elements: int = 0
-    affected_elements: int = 0
-    expected_calls: int = 0
-
-    @property
-    def survival_rate(self) -> float:
-        """Share of elements that passed the fault unchanged; 1 before the first call."""
-        return 1 - self.affected_elements / self.elements if self.elements else 1.0
-
-
 @contextmanager
-def simulated_faults(model: nn.Module, faults: Sequence[Fault]) -> Iterator[tuple[FaultRecord, ...]]:
-    """Apply `faults` to their sites in a transformers model during the body; yield a record of each, in order.
+def simulated_faults(model: nn.Module, faults: Sequence[Fault]) -> Iterator[tuple[Row, ...]]:
+    """Apply `faults` to their sites in a transformers model during the body; yield a row about each, in order.
 
     Faults on one site are applied one after the other. The hooks are removed on exit, and no parameter is changed.
     Works on modules that return a tensor, or a tuple that begins with one. Meant for single forward passes: in training
@@ -122,12 +102,12 @@ def simulated_faults(model: nn.Module, faults: Sequence[Fault]) -> Iterator[tupl
     """
     for name in simulated_fault_hooks(model):
         raise ModelError(f"{name} of {type(model).__name__} has a simulated fault already, expected none")
-    records = tuple(FaultRecord(fault) for fault in faults)
+    rows = tuple(Row("forward", None, fault.layer, fault_operator(number)) for number, fault in enumerate(faults))
     with ExitStack() as stack:
-        for record in records:
-            module = site_module(model, record.fault.layer, record.fault.site)
-            stack.callback(module.register_forward_hook(FaultHook(record)).remove)
-        yield records
+        for fault, row in zip(faults, rows, strict=True):
+            module = site_module(model, fault.layer, fault.site)
+            stack.callback(module.register_forward_hook(FaultHook(fault, row)).remove)
+        yield rows
 
 
 @dataclass(frozen=True)
@@ -204,14 +184,14 @@ def simulated_fault_hooks(model: nn.Module) -> list[str]:
 
 
 class FaultHook:
-    """Forward hook that replaces a module's output and counts the changed elements.
+    """Forward hook that replaces a module's output and counts the changed elements in a row.
 
     `call` gives what the random numbers of a call are keyed by; by default calls are numbered.
     """
 
-    def __init__(self, record: FaultRecord, call: Callable[[], int] | None = None) -> None:
-        self.record = record
-        self.active = ActiveFault(record.fault)
+    def __init__(self, fault: Fault, row: Row, call: Callable[[], int] | None = None) -> None:
+        self.row = row
+        self.active = ActiveFault(fault)
         self._call = call
 
     def __call__(
@@ -223,16 +203,15 @@ class FaultHook:
         return self._apply(output)
 
     def _apply(self, hidden: Tensor) -> Tensor:
-        record = self.record
-        faulted = self.active.apply(hidden, record.calls if self._call is None else self._call())
+        row = self.row
+        faulted = self.active.apply(hidden, row.calls if self._call is None else self._call())
         if torch._C._current_autograd_node() is not None:
             # A backward pass computes the layer again.
             return faulted
-        record.num_channels = len(self.active.channels)
-        record.num_faulty_channels = int(self.active.channels.sum())
-        record.calls += 1
-        record.elements += hidden.numel()
-        record.affected_elements += int((faulted.detach() != hidden.detach()).sum())
+        row.num_channels, row.num_faulty_channels = len(self.active.channels), int(self.active.channels.sum())
+        row.calls += 1
+        row.elements += hidden.numel()
+        row.changed += int((faulted.detach() != hidden.detach()).sum())
         return faulted
 
 

@@ -13,18 +13,20 @@ from aqnpipe.config.noise import AppliedError, FakeQuantization, Phase, quantity
 from aqnpipe.machine.machine import Noised
 from aqnpipe.models.layout import layer_of
 from aqnpipe.noise.audit.expected_values import measured_size, spacing
-from aqnpipe.noise.audit.random_numbers import FloatArray, Position, key_at
+from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, Position, key_at
 from aqnpipe.noise.audit.weight_check import compare_norms
-from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES
+from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES, hidden_stream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.sampling import sample
 from aqnpipe.noise.receipts.table import Place, Row
+from aqnpipe.proof.modules import MODULE_STREAM, compare_module
 from aqnpipe.proof.operations import machine_name
 from aqnpipe.proof.receipt import MachineReceipt, Requested
 from aqnpipe.proof.recompute import Sampled, rounded
 
 _FEW_BITS_LOST = 4.0
 """Results are measured whose slack is at most so many times the smallest one: in others most digits cancelled."""
+
+_SAMPLES_OF_HIDDEN = 1024
 
 _OF_THE_AUDIT = ("recomputed", "wrong", "largest_deviation", "compared", "largest_difference")
 """Columns of the audit's rows that are about sums of a study's rows, too."""
@@ -78,12 +80,12 @@ class PhaseMeasurements:
         if not noised.is_again:
             self._count(phase, layer, noised)
 
-    def note_module(self, place: int, noised: Noised, exact: Tensor) -> None:
-        """Count the input or output of a module that has an error."""
+    def note_module(self, place: int, noised: Noised, exact: Tensor, passed: int, call: int) -> None:
+        """Count the input or output of a module that has an error; `call` of the place in a pass."""
         if noised.is_again:
             return
         if place < FIRST_MODULE:
-            self._recorder.hidden.append((place, sample(exact), sample(noised.values)))
+            self._measure_hidden(place, noised, exact, passed, call)
             return
         name = self._modules[place - FIRST_MODULE]
         self._count(self._phase, layer_of(name), noised)
@@ -96,6 +98,18 @@ class PhaseMeasurements:
         row.elements += noised.num_elements
         if noised.changed is not None:
             self._recorder.add(*row.place[:4], changed=noised.changed)
+
+    def _measure_hidden(self, layer: int, noised: Noised, exact: Tensor, passed: int, call: int) -> None:
+        """Recompute noise on hidden states in the first passes of a phase, then in those numbered by a power of two."""
+        if passed & (passed - 1):
+            return
+        key = key_at(self._position._replace(forward=passed), hidden_stream(self._phase), layer)
+        draws, rng = Draws.of(key, call, MODULE_STREAM), self.receipt.draws
+        found, seen = compare_module(noised.error, noised.shards, exact, noised.values, draws, rng, _SAMPLES_OF_HIDDEN)
+        row = self._recorder.hidden.setdefault(layer, Row(self._phase))
+        # Of a zero the error has no relative size.
+        row.add(elements=int((np.isfinite(found.found) & (found.exact != 0)).sum()), squares=seen["found_squares"])
+        row.add(recomputed=seen["recomputed"], wrong=seen["wrong"])
 
     def compare_norms(
         self, model: nn.Module, forward: int, exactly: Callable[[], AbstractContextManager[None]]

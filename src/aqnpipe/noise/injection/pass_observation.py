@@ -53,6 +53,7 @@ class PassObservation:
             "noised_parts": 0,
             "modes": {"training" if self._model.training else "evaluation"},
             "attention": {str(config._attn_implementation)} if config is not None else set(),
+            "algorithms": {"deterministic" if torch.are_deterministic_algorithms_enabled() else "default"},
         }
         self._num_format = ""
         self._number += 1

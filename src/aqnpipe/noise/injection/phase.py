@@ -50,9 +50,6 @@ from aqnpipe.noise.receipts.table import CACHE
 from aqnpipe.proof.audit import Audit
 from aqnpipe.proof.kv_cache import CacheAudit
 
-ACTIVE_KEY = "_aqnpipe_noise_key"
-"""Attribute of a model that holds the key of its present phase."""
-
 _MAY_ROUND = (MantissaTruncation, FakeQuantization, CustomError)
 """Errors that may leave nothing but numbers of another format."""
 
@@ -130,7 +127,7 @@ class _RunningPhase:
         self._module_noise: ModuleNoise | None = modules
         self._modules = sites.modules(modules) if modules is not None else {}
         if modules is not None:
-            recorder.num_noised_modules = len(self._modules)
+            recorder.add(phase, largest_selected=len(self._modules))
         if noise is not None:
             self._refuse_unfitting(noise)
         self._expects_backward = backward
@@ -224,8 +221,6 @@ class _RunningPhase:
         sites.install_before(stack, self._machine)
         stack.enter_context(self._machine.running(roots, self._parts))
         sites.install_behind(stack)
-        setattr(self.model, ACTIVE_KEY, self._key)
-        stack.callback(delattr, self.model, ACTIVE_KEY)
         keep(*sites.passes(self._enter_model, self._leave_model))
         keep(*self._audit.add_model(roots, self._parts, sites.names))
         stack.enter_context(self._audit.running())
@@ -251,9 +246,7 @@ class _RunningPhase:
                 keep(module.register_forward_hook(PlaceHook(partial(on_output, put))))
         for name in simulated_fault_hooks(self.model):
             self.recorder.note_mismatch(f"{name}: a simulated fault was there, none was requested")
-        injection = FaultInjection(self, self._faults, self._hidden_sigmas, sites.site, sites.shared)
-        for layer in range(len(self._layers)):
-            injection.install(stack, layer)
+        FaultInjection(self, self._faults, self._hidden_sigmas, sites.site, sites.shared).install(stack)
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self.forward_index += 1

@@ -6,9 +6,6 @@ from aqnpipe.config.noise import AdaptiveNoise
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.schedule import sigma_at
 
-SAMPLING_SIGMAS = 5.0
-"""Width of an acceptance band in standard errors of the measurement: below one false alarm in a million cells."""
-
 
 def aqn_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
     """Return one line per mismatch between the requested and the measured noise of AQN in the steps done."""
@@ -18,11 +15,12 @@ def aqn_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
 def _weight_noise_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
     if receipt.aqn is None:
         return [f"AQN ran at {len(receipt.weight_syncs)} syncs, none was requested"] if receipt.weight_syncs else []
-    steps = [sync.step for sync in receipt.weight_syncs]
-    problems = []
-    due = list(range(0, steps_done, receipt.steps_per_rollout)) if receipt.steps_per_rollout else steps
-    if steps != due:
-        problems.append(f"AQN: {len(steps)} weight syncs, expected one at each of {len(due)} steps")
+    problems, syncs = [], receipt.weight_syncs
+    if receipt.steps_per_rollout:
+        due = [(step, receipt.num_workers) for step in range(0, steps_done, receipt.steps_per_rollout)]
+        if [(sync.step, sync.calls) for sync in syncs] != due:
+            drawn = sum(sync.calls for sync in syncs)
+            problems.append(f"AQN: {drawn} weight syncs, expected one at each of {len(due)} steps")
     machine = receipt.aqn.layer_sigmas_from
     if (machine is None) != (receipt.layer_factors is None):
         factors = "no layer factors" if receipt.layer_factors is None else "layer factors"
@@ -35,19 +33,15 @@ def _weight_sync_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> list[s
     counts = _target_counts(receipt, aqn)
     for sync in receipt.weight_syncs:
         where = f"AQN step {sync.step}"
-        if sync.clean_sha256_before != sync.clean_sha256_after:
+        if not sync.is_restored:
             problems.append(f"{where}: norm weights were not restored")
         if sync.targets not in counts:
             problems.append(f"{where}: {sync.targets} targets, expected {counts[0]} ({aqn.targets})")
-        due = sigma_at(aqn.schedule, sync.step, receipt.num_steps, receipt.num_epochs)
-        if not math.isclose(sync.sigma_scheduled, due, rel_tol=1e-9):
-            problems.append(f"{where}: the trainer used sigma {sync.sigma_scheduled:.4g}, the schedule gives {due:.4g}")
-        if sync.sigma_requested == 0:
-            if sync.sigma_measured != 0:
-                problems.append(f"{where}: measured sigma {sync.sigma_measured:.3g}, requested 0")
-        elif not sync.elements or not abs(sync.squared_error_ratio - sync.expected_ratio) <= (
-            SAMPLING_SIGMAS * sync.ratio_error
-        ):
+        due, used = sigma_at(aqn.schedule, sync.step or 0, receipt.num_steps, receipt.num_epochs), sync.sigma or 0.0
+        if not math.isclose(used, due, rel_tol=1e-9):
+            problems.append(f"{where}: the trainer used sigma {used:.4g}, the schedule gives {due:.4g}")
+        is_measured = bool(sync.recomputed) if sync.sigma_requested else sync.sigma_measured == 0
+        if sync.wrong or not is_measured:
             problems.append(f"{where}: measured sigma {sync.sigma_measured:.4g}, requested {sync.sigma_requested:.4g}")
     return problems
 
@@ -67,15 +61,11 @@ def _layer_factor_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> list[
     problems = []
     for cell in receipt.weight_cells:
         requested = aqn.factor(cell.layer, receipt.layer_factors)
-        # What rounding to 16 bits multiplies the factor by, and the relative standard error of the factor.
-        rounding = (cell.expected_squares / cell.drawn_squares) ** 0.5
-        error = cell.expected_variance**0.5 / (2 * cell.expected_squares) if cell.expected_squares else 0.0
-        expected = requested * rounding
-        if not abs(cell.measured_factor - expected) <= expected * SAMPLING_SIGMAS * error:
+        if cell.wrong or not math.isclose(cell.sigma_requested, requested, rel_tol=1e-6):
             where = "outside the layers" if cell.layer is None else f"in layer {cell.layer}"
             what = "norms" if cell.phase == "rollout" else f"hidden states of {cell.phase}"
             problems.append(
-                f"AQN: {what} {where} got {cell.measured_factor:.3f} times the schedule's sigma, "
+                f"AQN: {what} {where} got {cell.sigma_measured:.3f} times the schedule's sigma, "
                 f"requested {requested:.3f}"
             )
     # Every norm of a layer may be excluded; the audit compares each norm with its own request.
@@ -95,7 +85,7 @@ def _norm_problems(receipt: ReceiptContent) -> list[str]:
     if not receipt.norms_watched:
         return []
     on_norms = receipt.aqn is not None and receipt.aqn.targets != "hidden_states"
-    due = receipt.num_workers * sum(sync.sigma_requested > 0 for sync in receipt.weight_syncs) if on_norms else 0
+    due = sum(sync.calls for sync in receipt.weight_syncs if sync.sigma_requested > 0) if on_norms else 0
     problems = []
     for record in receipt.phases:
         # Without AQN there is no record of the reference's clean weights.

@@ -1,147 +1,51 @@
 """Merges the measurements of all data-parallel workers into one receipt.
 
-Each worker draws its own noise on operators, modules and hidden states, and applies its own faults. The rows behind
-these measurements are added up, so the merged figures equal those of a single recorder of all workers. Other values
-must be equal on all workers: the synchronised policy, AQN on its weights, and the number of passes. They are kept once.
-A missing worker, or a worker without part of its noise, is refused.
+The rows of all workers are added up, so the merged figures equal those of a single recorder of all workers. Some values
+must be equal on all workers: the synchronised policy, AQN's sigma, and the number of passes. A worker without part of
+its noise is refused.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
-
-from aqnpipe.config.base import describe_validation_error
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import ReceiptModel, RecorderState, WeightSync
+from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.table import AQN, Row, grouped
+from aqnpipe.noise.receipts.table import Row, grouped
 
 _GENERATING_PHASES = frozenset({"rollout", "validation"})
 """In these phases the number of forward passes depends on the longest response of a worker's share."""
 
-_MEASURED = {"elements", "sigma_measured", "squared_error_ratio", "expected_ratio", "ratio_error"}
-"""Measurements of a weight sync, made by each worker on hidden states of its own."""
+
+def label(rank: int, num_workers: int) -> str:
+    """Return the name of a worker in messages; ranks start at 0."""
+    return f"worker {rank} of {num_workers}"
 
 
-class WorkerMeasurements(ReceiptModel):
-    """One worker's rank among `num_workers`, and the measurements behind its receipt."""
+def merged_receipt(recorder: ReceiptRecorder, states: Sequence[RecorderState], *, routed: bool = False) -> Receipt:
+    """Return the checked receipt of all workers together, from their states by rank.
 
-    rank: int
-    num_workers: int
-    state: RecorderState
-
-    @property
-    def label(self) -> str:
-        """Name of the worker in messages; ranks start at 0."""
-        return f"worker {self.rank} of {self.num_workers}"
-
-    def write(self, folder: Path) -> None:
-        """Write the measurements to the file in `folder` that `read_measurements` reads."""
-        folder.mkdir(parents=True, exist_ok=True)
-        _path(folder, self.rank).write_text(self.model_dump_json())
-
-
-def read_measurements(folder: Path, num_workers: int) -> list[WorkerMeasurements]:
-    """Return the measurements of all workers, by rank. Raises ReceiptError for missing, foreign or unreadable files."""
-    missing = [rank for rank in range(num_workers) if not _path(folder, rank).is_file()]
-    if missing:
-        raise ReceiptError(
-            f"receipt invalid: no measurements of worker {', '.join(map(str, missing))} of {num_workers}"
-        )
-    workers = []
-    for rank in range(num_workers):
-        path = _path(folder, rank)
-        try:
-            worker = WorkerMeasurements.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise ReceiptError(f"receipt invalid: {path}: {describe_validation_error(error)}") from None
-        if (worker.rank, worker.num_workers) != (rank, num_workers):
-            raise ReceiptError(f"receipt invalid: {path} is of {worker.label}, expected {rank} of {num_workers}")
-        workers.append(worker)
-    return workers
-
-
-def merged_receipt(
-    recorder: ReceiptRecorder, workers: Sequence[WorkerMeasurements], *, routed: bool = False
-) -> Receipt:
-    """Return the checked receipt of all workers together; `recorder` ends in the merged state.
-
-    `recorder` must have been made with the requested noise. Every worker's own receipt must pass its check, and all
-    workers must agree. `routed` is for mixtures of experts: there the number of operator calls depends on the tokens
-    and is not compared. Raises ReceiptError, which names the worker.
+    `recorder` ends in the merged state; it must have been made with the requested noise. Every worker's own receipt
+    must pass its check, and all workers must agree. `routed` is for mixtures of experts: there the number of operator
+    calls depends on the tokens and is not compared. Raises ReceiptError, which names the worker.
     """
-    problems = [f"{worker.label}: {line}" for worker in workers for line in recorder.problems_of(worker.state)]
-    aqn, first = recorder.requested.aqn, workers[0].state
-    per_worker_draws = aqn is not None and aqn.targets == "hidden_states"
-    for worker in workers[1:]:
-        differences = _differences(first, worker.state, per_worker_draws, routed)
-        problems += [f"{worker.label}: {difference}" for difference in differences]
+    problems = []
+    for rank, state in enumerate(states):
+        found = recorder.problems_of(state) + (_differences(states[0], state, routed) if rank else [])
+        problems += [f"{label(rank, len(states))}: {line}" for line in found]
     if problems:
         raise ReceiptError("receipt invalid: " + "; ".join(problems), tuple(problems))
-    recorder.restore(merge_states([worker.state for worker in workers], per_worker_draws=per_worker_draws))
-    return recorder.receipt().model_copy(update={"num_workers": len(workers)}).check()
+    recorder.restore(merge_states(states))
+    return recorder.receipt().model_copy(update={"num_workers": len(states)}).check()
 
 
-def merge_states(states: Sequence[RecorderState], *, per_worker_draws: bool) -> RecorderState:
-    """Return the state of a single recorder of everything in `states`.
-
-    `per_worker_draws`: every worker drew its own AQN noise (hidden states), instead of the same noise (weights).
-    """
-    syncs, rows = states[0].weight_syncs, list(states[0].rows)
-    rows += [row for state in states[1:] for row in state.rows if per_worker_draws or row.operator != AQN]
-    if per_worker_draws:
-        syncs = tuple(map(_merged_sync, zip(*(state.weight_syncs for state in states), strict=True)))
-    return _together(states, rows, syncs)
+def merge_states(states: Sequence[RecorderState]) -> RecorderState:
+    """Return the state of a single recorder of everything in `states`."""
+    return RecorderState(rows=grouped(row for state in states for row in state.rows))
 
 
-def add_rollout(recorder: ReceiptRecorder, state: RecorderState) -> None:
-    """Add the measurements of a rollout in an engine to the recorder of the run."""
-    before = recorder.state()
-    syncs = before.weight_syncs + state.weight_syncs
-    recorder.restore(_together([before, state], before.rows + state.rows, syncs))
-
-
-def _together(states: Sequence[RecorderState], rows: Sequence[Row], syncs: Sequence[WeightSync]) -> RecorderState:
-    keys = [key for state in states for key in state.noise_keys]
-    mismatches = {line for state in states for line in state.mismatches}
-    mismatches |= {
-        f"{phase}: the noise of {count} batches has the same key (seed {seed}, step {step})"
-        for (phase, seed, step, _, _), count in Counter(keys).items()
-        if count > 1
-    }
-    return RecorderState(
-        rows=grouped(rows),
-        weight_syncs=tuple(syncs),
-        mismatches=tuple(sorted(mismatches)),
-        num_noised_modules=max(state.num_noised_modules for state in states),
-        noise_keys=tuple(keys),
-    )
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"worker{rank}.json"
-
-
-def _merged_sync(syncs: Sequence[WeightSync]) -> WeightSync:
-    """Average the workers' measurements on their own hidden states, weighted by the number of elements."""
-    elements = sum(sync.elements for sync in syncs)
-    if not elements:
-        return syncs[0]
-    return syncs[0].model_copy(
-        update={
-            "elements": elements,
-            "sigma_measured": (sum(sync.sigma_measured**2 * sync.elements for sync in syncs) / elements) ** 0.5,
-            "squared_error_ratio": sum(sync.squared_error_ratio * sync.elements for sync in syncs) / elements,
-            "expected_ratio": sum(sync.expected_ratio * sync.elements for sync in syncs) / elements,
-            "ratio_error": sum((sync.ratio_error * sync.elements) ** 2 for sync in syncs) ** 0.5 / elements,
-        }
-    )
-
-
-def _differences(first: RecorderState, other: RecorderState, per_worker_draws: bool, routed: bool) -> list[str]:
+def _differences(first: RecorderState, other: RecorderState, routed: bool) -> list[str]:
     """Return the differences of `other` from the first worker in values that must be equal on all workers."""
     ours, theirs = ({row.phase: row.passes for row in state.phases} for state in (first, other))
     problems = [f"phase {phase} ran, but not on worker 0" for phase in theirs if phase not in ours]
@@ -153,9 +57,7 @@ def _differences(first: RecorderState, other: RecorderState, per_worker_draws: b
             problems.append(f"{phase}: ran {found} times, on worker 0 {passes} times")
     if not routed:
         for mine, other_row in paired(first.cells, other.cells):
-            # Quantised weights are cached within a generation, so they are counted once per generation.
-            is_once = mine.operator.endswith(".weight") and mine.phase in _GENERATING_PHASES
-            per = [1, 1] if is_once else [passes.get(mine.phase, 0) for passes in (ours, theirs)]
+            per = [passes.get(mine.phase, 0) for passes in (ours, theirs)]
             if other_row.calls * per[0] != mine.calls * per[1]:
                 where = f"{mine.phase} {mine.operator} layer {'lm_head' if mine.layer is None else mine.layer}"
                 problems.append(
@@ -165,7 +67,7 @@ def _differences(first: RecorderState, other: RecorderState, per_worker_draws: b
             problems.append(
                 f"module noise selects {other.num_noised_modules} modules, {first.num_noised_modules} on worker 0"
             )
-    return problems + _sync_differences(first, other, per_worker_draws)
+    return problems + _sync_differences(first, other)
 
 
 def paired(ours: Sequence[Row], theirs: Sequence[Row]) -> list[tuple[Row, Row]]:
@@ -175,16 +77,16 @@ def paired(ours: Sequence[Row], theirs: Sequence[Row]) -> list[tuple[Row, Row]]:
     return [(first.get(place, Row(*place)), second.get(place, Row(*place))) for place in {**first, **second}]
 
 
-def _sync_differences(first: RecorderState, other: RecorderState, per_worker_draws: bool) -> list[str]:
+def _sync_differences(first: RecorderState, other: RecorderState) -> list[str]:
     if len(first.weight_syncs) != len(other.weight_syncs):
         return [f"AQN: {len(other.weight_syncs)} weight syncs, worker 0 had {len(first.weight_syncs)}"]
-    measured = _MEASURED if per_worker_draws else set()
-    problems = [
-        f"AQN step {ours.step}: {name} is {str(value)[:12]}, {str(expected)[:12]} on worker 0"
+    return [
+        f"AQN step {ours.step}: {name} is {_shown(value)}, {_shown(expected)} on worker 0"
         for ours, theirs in zip(first.weight_syncs, other.weight_syncs, strict=True)
-        for name, expected in ours.model_dump(exclude=measured).items()
-        if (value := getattr(theirs, name)) != expected
+        for name in ("sigma", "sigma_requested", "targets", "digests")
+        if (value := getattr(theirs, name)) != (expected := getattr(ours, name))
     ]
-    if not per_worker_draws and first.weight_cells != other.weight_cells:
-        problems.append("AQN: the factors measured on the norms differ from those on worker 0")
-    return problems
+
+
+def _shown(value: Any) -> str:
+    return str(min(value) if isinstance(value, set) else value)[:12]

@@ -15,7 +15,6 @@ from aqnpipe.config.noise import (
 )
 from aqnpipe.noise.receipts.passes import places_with_gradients
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
-from aqnpipe.noise.receipts.rounding import left_by_rounding
 from aqnpipe.noise.receipts.table import Row, TablePhase
 
 _LISTED_CONTRADICTIONS = 8
@@ -33,6 +32,9 @@ _MEAN_BAND = 6.5 * math.sqrt(3)
 chance (Efron 1969). Elements are drawn with replacement and a layer under checkpointing is seen twice, which at most
 triples the variance of the sum.
 """
+
+_HALF_A_STEP = math.sqrt(3)
+"""Half the distance between neighbouring numbers, in standard deviations of rounding to them."""
 
 _BIAS_OF_ROUNDING = 0.01
 """Largest mean error that rounding leaves, as a multiple of its own size.
@@ -238,6 +240,15 @@ def _noise_without_size(receipt: ReceiptContent) -> list[str]:
         for phase in dict.fromkeys(cell.phase for cell in without_size)
         if not any(cell.measured_elements for cell in receipt.cells if cell.phase == phase)
     ]
+
+
+def left_by_rounding(size: float, rounding: float | None) -> float:
+    """Return the least root mean square that rounding leaves of errors of `size`, as it moves none by over half a step.
+
+    `rounding`: standard deviation of the rounding. An error below half a step may be lost as a whole: this is what a
+    number format does to it, and no mistake.
+    """
+    return max(size - _HALF_A_STEP * (rounding or 0.0), 0.0)
 
 
 def size_problems(cell: Row) -> list[str]:

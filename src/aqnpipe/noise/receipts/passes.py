@@ -5,18 +5,21 @@ seen, so noise that stops after some steps, a phase that skips one, or a pass in
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from aqnpipe.config.model import Attention
+from aqnpipe.models.layout import ATTENTION_KERNELS
 from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.receipts.table import Row, TablePhase
 
 _LISTED_STEPS = 4
-_STATED = {"formats": "", "modes": " mode", "attention": " attention"}
+_STATED = {"formats": "", "modes": " mode", "attention": " attention", "algorithms": " algorithms"}
 """Columns with what the study states of every pass, and the word behind their values."""
 
 
 def pass_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
     """Return one line per difference between the required passes of the steps done and the rows that were seen."""
-    seen = {(row.phase, row.step): row for row in receipt.rows if row.step is not None}
+    seen = {(row.phase, row.step): row for row in receipt.rows if row.step is not None and not row.operator}
     parts = _noised_parts(receipt)
     found: dict[str, list[int]] = {}
     for needed in receipt.required:
@@ -75,6 +78,21 @@ def _differences(needed: Row, row: Row, noised_parts: int, num_workers: int) -> 
         yield f"{row.trained_sequences} sequences were trained on, the study needs {trained}"
     if row.noised_parts is not None and row.noised_parts < noised_parts * row.passes:
         yield _too_few_parts(row, noised_parts)
+    yield from other_settings(needed, row)
+
+
+def stated(num_format: str, attention: Attention, mode: str = "evaluation") -> dict[str, Any]:
+    """Return the columns of what a study states of every pass; no setting of it asks for deterministic algorithms."""
+    return {
+        "formats": {num_format},
+        "modes": {mode},
+        "attention": set(ATTENTION_KERNELS[attention]),
+        "algorithms": {"default"},
+    }
+
+
+def other_settings(needed: Row, row: Row) -> Iterator[str]:
+    """Yield the number formats, modes, attention kernels and algorithms of passes that the study does not state."""
     for column, what in _STATED.items():
         allowed = getattr(needed, column)
         for other in sorted(getattr(row, column) - allowed):

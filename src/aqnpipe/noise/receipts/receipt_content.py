@@ -18,7 +18,7 @@ from aqnpipe.config.noise import (
     Phase,
     requested_size,
 )
-from aqnpipe.noise.receipts.table import AQN, CACHE, Row, TablePhase
+from aqnpipe.noise.receipts.table import AQN, CACHE, REQUEST, SYNC, Row, TablePhase
 
 
 class ReceiptModel(BaseModel):
@@ -27,42 +27,10 @@ class ReceiptModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
-class WeightSync(ReceiptModel):
-    """One redraw of AQN noise on the rollout policy: on its norm weights, or on its hidden states.
-
-    `sigma_scheduled` is the sigma that the trainer used. `sigma_requested` is the root mean square over all elements
-    after per-layer factors. `sigma_measured` is that of the added noise (hidden states: relative, from samples). The
-    hashes are of the norm weights, which are clean before and after, for every target.
-    """
-
-    step: int
-    sigma_scheduled: float
-    sigma_requested: float
-    sigma_measured: float
-    targets: int = Field(description="number of norms, or decoder layers, that AQN targets")
-    elements: int = Field(description="elements that were noised and measured")
-    squared_error_ratio: float = Field(description="mean of (measured/requested)^2 over elements")
-    expected_ratio: float = Field(description="what it should be: 1, or what rounding to 16 bits makes of it")
-    ratio_error: float = Field(description="standard error of squared_error_ratio")
-    clean_sha256_before: str
-    clean_sha256_after: str
-
-
 class RecorderState(ReceiptModel):
-    """Everything that a recorder has measured. Floats survive JSON bit for bit, so a restored recorder continues it.
-
-    `noise_keys` are those of the noise of an evaluation: phase, seed, step, micro-step and rank of each batch.
-    """
+    """Everything that a recorder has measured. Floats survive JSON bit for bit, so a restored recorder continues it."""
 
     rows: tuple[Row, ...] = ()
-    weight_syncs: tuple[WeightSync, ...] = ()
-    mismatches: tuple[str, ...] = Field(
-        default=(),
-        exclude_if=lambda found: not found,
-        description="differences of the installed noise and faults from the requested ones; absent if there are none",
-    )
-    num_noised_modules: int = Field(default=0, description="number of modules that the module noise selects")
-    noise_keys: tuple[tuple[Phase, int, int, int, int], ...] = Field(default=(), exclude_if=lambda keys: not keys)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy, without what was computed from the rows."""
@@ -76,7 +44,7 @@ class RecorderState(ReceiptModel):
         """A row per phase, in the order of first appearance: all of its rows added up."""
         phases: dict[TablePhase, Row] = {}
         for row in self.rows:
-            if row.operator not in (AQN, CACHE) and row.fault < 0:
+            if row.operator not in (AQN, SYNC, CACHE, REQUEST) and row.fault < 0:
                 phases.setdefault(row.phase, Row(row.phase)).include([row])
         return tuple(phases.values())
 
@@ -108,8 +76,31 @@ class RecorderState(ReceiptModel):
         """The rows of AQN's noise."""
         return tuple(row for row in self.rows if row.operator == AQN)
 
+    @property
+    def weight_syncs(self) -> tuple[Row, ...]:
+        """The rows of AQN's redraws, by step."""
+        return tuple(sorted((row for row in self.rows if row.operator == SYNC), key=lambda row: row.step or 0))
 
-_MEASURED = tuple(RecorderState.model_fields)
+    @property
+    def mismatches(self) -> tuple[str, ...]:
+        """How the noise and faults that were installed differ from the requested ones, and keys that are used twice."""
+        lines = sorted(line for row in self.rows if row.operator == REQUEST for line in row.contradictions)
+        return (
+            *lines,
+            *(
+                f"{row.phase}: the noise of {count} batches has the same key ({key})"
+                for row in self.phases
+                for key, count in row.keys.items()
+                if count > 1
+            ),
+        )
+
+    @property
+    def num_noised_modules(self) -> int:
+        """Number of modules that the module noise selects."""
+        return max((row.largest_selected for row in self.rows), default=0)
+
+
 _NOISES = ("operator_noise", "module_noise", "kv_cache")
 
 
@@ -147,7 +138,7 @@ class ReceiptContent(RecorderState):
 
     def with_measured(self, found: RecorderState) -> Self:
         """Return the receipt of the same request with other measurements."""
-        return self.model_copy(update={name: getattr(found, name) for name in _MEASURED} | {"noise_keys": ()})
+        return self.model_copy(update={"rows": found.rows})
 
     def requested_scale(self, phase: TablePhase) -> float:
         """Return the size of the error that operators should have in `phase`; 0 where none was requested."""

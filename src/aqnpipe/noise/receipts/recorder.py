@@ -13,8 +13,8 @@ from aqnpipe.config.noise import NoiseSpec, Phase
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import is_rms_norm, layer_of, matrices_sha256, norms_sha256, weight_of
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import RecorderState, WeightSync
-from aqnpipe.noise.receipts.table import Place, Row
+from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.table import REQUEST, SYNC, Place, Row
 from aqnpipe.noise.schedule import sigma_at
 
 _JSON = TypeAdapter(Any)
@@ -25,8 +25,8 @@ class ReceiptRecorder:
 
     The receipt compares the measurements with `requested`; `about`: its other fields, see `ReceiptContent`. The
     recorder injects nothing. `seed` is the seed that all noise must be drawn with; None accepts any.
-    `clean_norm_weights` are the norm weights without AQN, by module name, if they are known. `hidden`: samples of a
-    layer's hidden states before and after AQN's noise.
+    `clean_norm_weights` are the norm weights without AQN, by module name, if they are known. `hidden`: what was
+    measured of AQN's noise on the hidden states of each layer, until the end of the rollout or of the actor's pass.
     """
 
     def __init__(self, requested: NoiseSpec, *, seed: int | None = None, **about: Any) -> None:
@@ -37,10 +37,7 @@ class ReceiptRecorder:
         self.rows: dict[Place, Row] = {}
         self._pending: list[tuple[Row, str, Tensor]] = []
         self._keys: set[tuple[Phase, int, int, int, int]] = set()
-        self._mismatches: set[str] = set()
-        self.weight_syncs: list[WeightSync] = []
-        self.num_noised_modules = 0
-        self.hidden: list[tuple[int, Tensor, Tensor]] = []
+        self.hidden: dict[int, Row] = {}
         self._noised_in_backward: set[int | None] = set()
         self.clean_norm_weights: dict[str, Tensor] = {}
         self._clean_norms: str | None = None
@@ -50,7 +47,9 @@ class ReceiptRecorder:
 
     def row(self, phase: Phase, step: int | None = None, layer: int | None = None, operator: str = "") -> Row:
         """Return the row of a place, an empty one if nothing was seen there."""
-        place = Place(phase, step, layer, operator)
+        return self._row(Place(phase, step, layer, operator))
+
+    def _row(self, place: Place) -> Row:
         if place not in self.rows:
             self.rows[place] = Row(*place)
         return self.rows[place]
@@ -105,7 +104,7 @@ class ReceiptRecorder:
 
     def note_mismatch(self, line: str) -> None:
         """Note how the noise differs from the requested one; the receipt is refused with this line."""
-        self._mismatches.add(line)
+        self._row(Place("forward", operator=REQUEST)).add(contradictions={line: 1})
 
     def begin_step(self, step: int) -> None:
         """Note the number of optimiser steps done; the noise of the coming phases must be keyed by it."""
@@ -122,6 +121,9 @@ class ReceiptRecorder:
         if key in self._keys:
             self.note_mismatch(f"{phase}: the key of its noise is used twice (step {step}, part {micro_step})")
         self._keys.add(key)
+        if phase == "evaluation":
+            more = f", part {micro_step}, rank {rank}" if micro_step or rank else ""
+            self.add(phase, keys={f"seed {seed}, step {step}{more}": 1})
 
     def position(self, seed: int, step: int) -> tuple[int, int]:
         """Return the seed and step that noise must be keyed by; those given where the recorder knows none."""
@@ -161,7 +163,8 @@ class ReceiptRecorder:
         """
         clean = self._clean_norms
         if phase == "reference":
-            clean = self.weight_syncs[0].clean_sha256_before if self.weight_syncs else None
+            first = next((row for row in self.rows.values() if row.operator == SYNC), None)
+            clean = min(first.digests) if first is not None else None
         if not self._request.norms_watched or clean is None:
             return
         if phase != "reference" and self._clean_matrices not in (None, matrices_sha256(model)):
@@ -171,7 +174,7 @@ class ReceiptRecorder:
     def refuse_stray_hidden_noise(self) -> None:
         """Raise ReceiptError if training noised hidden states outside a rollout; a rollout settles its own samples."""
         if self.hidden and self._request.norms_watched:
-            layers = sorted({layer for layer, _, _ in self.hidden})
+            layers = sorted(self.hidden)
             raise ReceiptError(f"receipt invalid: AQN noised the hidden states of layers {layers} outside the rollout")
 
     # -- all of it -----------------------------------------------------------------------------------------------------
@@ -180,21 +183,12 @@ class ReceiptRecorder:
         """Return a copy of all measurements so far. Call it between phases, because `restore` restores sums only."""
         self.refuse_stray_hidden_noise()
         self.settle()
-        return RecorderState(
-            rows=tuple(map(copy.copy, self.rows.values())),
-            weight_syncs=tuple(self.weight_syncs),
-            mismatches=tuple(sorted(self._mismatches)),
-            num_noised_modules=self.num_noised_modules,
-            noise_keys=tuple(sorted(self._keys)) if not self._request.num_steps else (),
-        )
+        return RecorderState(rows=tuple(map(copy.copy, self.rows.values())))
 
     def restore(self, state: RecorderState) -> None:
         """Continue from `state` and drop all measurements so far."""
         self.rows = {row.place: row for row in map(copy.copy, state.rows)}
-        self.weight_syncs = list(state.weight_syncs)
-        self._mismatches = set(state.mismatches)
-        self.num_noised_modules = state.num_noised_modules
-        self._keys = set(state.noise_keys)
+        self._keys.clear()
         self._pending.clear()
         self.hidden.clear()
 

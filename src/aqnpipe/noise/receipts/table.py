@@ -37,8 +37,14 @@ AQN = "AQN"
 CACHE = "kv_cache"
 """The operator of rows about keys and values that attention reads back from a cache."""
 
+SYNC = "AQN sync"
+"""The operator of rows about redraws of AQN's noise in a step, over all targets."""
+
+REQUEST = "request"
+"""The operator of the row that lists what was installed and not requested."""
+
 _FAULT = "fault "
-_FIXED = ("error", "num_channels", "num_faulty_channels")
+_FIXED = ("error", "num_channels", "num_faulty_channels", "sigma", "targets")
 """Columns that have one value in all rows of a place."""
 
 _VISIBLE_ROUNDING = 0.01
@@ -57,12 +63,14 @@ class Row:
 
     - Passes, by step. `sequences` were read from their first token on without gradients, `trained_sequences` with
       gradients; None where an engine does not say. `noised_parts` counts, over all passes, the layers (and output
-      projection) with an error. `formats`: the number formats; `modes`: training, evaluation; `attention`: the kernels.
+      projection) with an error. `formats`: the number formats; `modes`: training, evaluation; `attention`: the kernels;
+      `algorithms`: deterministic where torch was told to use no others, else default.
       `largest_first_position`: of the first pass of a phase, above 0 if tokens were read before. `graph_replays`:
       passes that were replayed from CUDA graphs, without noise, faults and audit. A required row has 1 pass where some
       are due.
-    - Phases. `flops` of one forward, computed from shapes, summed over workers or batches, `noised_flops` of results
-      with operator noise. `gradients`: the parts (layers, then output projection) whose inputs needed a gradient; None
+    - Phases. `keys` of the noise of batches of an evaluation; `largest_selected`: modules that module noise selects.
+      `flops` of one forward, computed from shapes, summed over workers or batches, `noised_flops` of results with
+      operator noise. `gradients`: the parts (layers, then output projection) whose inputs needed a gradient; None
       without a backward pass. `modules` with noise. `norms_checked`: how often norm weights were compared with the
       clean ones, `norms_noised`: how often they were others. `audited_passes` of layers by kind of forward; a whole
       forward was audited of the kinds in `audited_whole`. `contradictions`: what the audit found, in words.
@@ -75,11 +83,14 @@ class Row:
       and as multiples of each element: `found_expected`, sum of products of the error found and the requested one with
       the same random numbers, the squares of both, and of what rounding may have hidden. `own_squares`: of a user's own
       error, in the quantity that was announced. `outcomes`: what became of all products, in words.
-    - Faults, whose operator is `fault N`: calls, elements on any channel, those `changed`. Their backward row is about
+    - Faults, whose operator is `fault N`: calls, elements on any channel, those `changed`; of an unchanged program also
+      its `passes`: calls of the layer, where they are observed by themselves. Their backward row is about
       the gradient behind the fault: non-zero `elements`, `squares` of all, `zeroed` ones that have none before it
       (faults on one site share this count), and `leaked` ones, which the fault changed and which passed nevertheless.
-    - AQN: squares of added noise / scheduled sigma, `drawn_squares` before it is rounded to the tensor's number format,
-      and the expected sum after rounding with its variance. The phase is rollout, or actor_forward.
+    - AQN: squares of added noise / scheduled sigma, and `drawn_squares` that it should have before it is rounded to the
+      tensor's number format. The phase is rollout, or actor_forward. Of a step, whose operator is `AQN sync`: `calls`
+      redraws at the scheduled `sigma` on `targets` norms or layers, and squares over all `elements` of norms, or mean
+      squares of relative noise over layers; `digests` of the norm weights, which are clean before and after.
     - Cache, whose operator is `kv_cache`: `calls` of attention; keys and values of one token and head are an element:
       `recomputed` new ones, `elements` read, of which `wrong` are no rounded ones, and `escaped` new ones, which were
       not read. `squares` of the error, over all numbers, and `expected_squares` of the exact ones.
@@ -103,6 +114,7 @@ class Row:
     formats: _Sorted[str] = field(default_factory=set)
     modes: _Sorted[str] = field(default_factory=set)
     attention: _Sorted[str] = field(default_factory=set)
+    algorithms: _Sorted[str] = field(default_factory=set)
     largest_first_position: int = 0
     flops: int = 0
     noised_flops: int = 0
@@ -142,8 +154,12 @@ class Row:
     zeroed_squares: float = 0.0
     leaked: int = 0
     drawn_squares: float = 0.0
+    sigma: float | None = None
+    targets: int | None = None
+    digests: _Sorted[str] = field(default_factory=set)
+    keys: dict[str, int] = field(default_factory=dict)
+    largest_selected: int = 0
     expected_squares: float = 0.0
-    expected_variance: float = 0.0
 
     @model_serializer(mode="wrap")
     def _as_short_as_possible(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -262,9 +278,19 @@ class Row:
         return math.sqrt(rest / max(self.recomputed - 1, 1) / self.requested_squares)
 
     @property
-    def measured_factor(self) -> float:
-        """Root mean square of AQN's noise over the scheduled sigma."""
+    def sigma_measured(self) -> float:
+        """Root mean square of AQN's noise; of a layer, over the scheduled sigma."""
         return (self.squares / self.elements) ** 0.5
+
+    @property
+    def sigma_requested(self) -> float:
+        """What `sigma_measured` should be before rounding, after the factors of layers."""
+        return (self.drawn_squares / self.elements) ** 0.5
+
+    @property
+    def is_restored(self) -> bool:
+        """Return whether the norm weights were the same before and after AQN's noise."""
+        return len(self.digests) == 1
 
 
 _DEFAULTS: dict[str, Any] = {name: getattr(Row("rollout"), name) for name in [each.name for each in fields(Row)][1:]}
