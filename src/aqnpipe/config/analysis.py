@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter, WithJsonSchema, model_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, WithJsonSchema
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, TrainingSeed
@@ -66,27 +66,21 @@ class TestedClaim(FrozenModel):
         "the claim may end as equivalent; a fraction",
     )
 
-    @model_validator(mode="after")
-    def _only_secondary_claims_have_families(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.role != "secondary" and self.family != DEFAULT_FAMILY:
-            raise ValueError(f"family: found {self.family!r}, expected none: a {self.role} claim is tested by itself")
-        return self
-
-    @model_validator(mode="after")
-    def _test_has_its_settings(self) -> Self:
+            yield f"family: found {self.family!r}, expected none: a {self.role} claim is tested by itself"
         if self.equivalent_within is not None and self.test != "superiority":
-            raise ValueError(f"equivalent_within is for test: superiority; {self.test} uses margin")
+            yield f"equivalent_within is for test: superiority; {self.test} uses margin"
         if self.test == "superiority":
             if self.margin is not None:
-                raise ValueError("margin is for test: non_inferiority or equivalence")
+                yield "margin is for test: non_inferiority or equivalence"
             if self.direction is None:
-                raise ValueError("superiority needs expected: higher, lower or different")
+                yield "superiority needs expected: higher, lower or different"
         else:
             if self.margin is None:
-                raise ValueError(f"{self.test} needs a margin, fixed before the data are seen")
+                yield f"{self.test} needs a margin, fixed before the data are seen"
             if self.expected is not None:
-                raise ValueError(f"expected is for test: superiority; {self.test} uses margin")
-        return self
+                yield f"expected is for test: superiority; {self.test} uses margin"
 
     @property
     def direction(self) -> Direction | None:
@@ -100,11 +94,10 @@ class TwoArms(TestedClaim):
     treatment: str
     control: str
 
-    @model_validator(mode="after")
-    def _two_sides(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.treatment == self.control:
-            raise ValueError("treatment and control must differ")
-        return self
+            yield "treatment and control must differ"
 
 
 class ArmComparison(TwoArms):
@@ -223,17 +216,15 @@ class AdaptiveSeeds(FrozenModel):
         description="share of the error rate kept for analyses after `max` is raised; 0: `max` cannot be raised",
     )
 
-    @model_validator(mode="after")
-    def _looks_are_possible(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.max < self.start or (self.max - self.start) % self.step:
             above = self.start + -(-max(self.max - self.start, 0) // self.step) * self.step
-            raise ValueError(
+            yield (
                 f"max: found {self.max}, expected start plus a multiple of step, for example {above} "
                 f"(start {self.start}, step {self.step})"
             )
         if self.num_looks > MAX_LOOKS:
-            raise ValueError(f"max: {self.num_looks} interim analyses, expected at most {MAX_LOOKS}")
-        return self
+            yield f"max: {self.num_looks} interim analyses, expected at most {MAX_LOOKS}"
 
     @property
     def num_looks(self) -> int:

@@ -1,8 +1,9 @@
 """Arms: the noise of a training run. An arm is pure data, so adding one needs no code."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel, Identifier, TrainingSeed, replaced
 from aqnpipe.config.custom_code import CustomError, CustomSchedule
@@ -36,13 +37,11 @@ class ImportanceSampling(FrozenModel):
     clip_max: float | None = Field(default=3.0, gt=0, description="upper limit of the ratio; null: none")
     clip_min: float | None = Field(default=None, gt=0, description="lower limit of the ratio; null: none")
 
-    @model_validator(mode="after")
-    def _limits_are_in_order(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.clip_max is None and self.clip_min is None:
-            raise ValueError(f"mode {self.mode} needs a clip_max, a clip_min, or both")
+            yield f"mode {self.mode} needs a clip_max, a clip_min, or both"
         if self.clip_max is not None and self.clip_min is not None and self.clip_min >= self.clip_max:
-            raise ValueError(f"clip_min {self.clip_min:g} must be below clip_max {self.clip_max:g}")
-        return self
+            yield f"clip_min {self.clip_min:g} must be below clip_max {self.clip_max:g}"
 
 
 class Arm(FrozenModel):
@@ -109,14 +108,12 @@ class Arm(FrozenModel):
         computed = noise.model_copy(update={"attention": noised_attention(attention)})
         return self.model_copy(update={"operator_noise": computed})
 
-    @model_validator(mode="after")
-    def _phases_are_of_training(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         noises = {"operator_noise": self.operator_noise, "module_noise": self.module_noise, "kv_cache": self.kv_cache}
         for key, noise in noises.items():
             others = set(noise.phases) - set(TRAINING_PHASES) if noise else set()
             if others:
-                raise ValueError(f"{key}.phases: training has no phase {', '.join(sorted(others))}")
-        return self
+                yield f"{key}.phases: training has no phase {', '.join(sorted(others))}"
 
 
 class ArmsFile(FrozenModel):

@@ -3,11 +3,11 @@
 import os
 import re
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from aqnpipe.config.validation_messages import IDENTIFIER_PATTERN, describe_validation_error
 from aqnpipe.device import DeviceKind
@@ -85,6 +85,16 @@ class FrozenModel(BaseModel):
     """Base class of configuration models: immutable; unknown keys, NaN and infinities are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+    def _problems(self) -> Iterator[str]:
+        """Yield why settings that are possible one by one do not fit together; the first is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
 
 
 def key_values(name: str, text: str, keys: Collection[str] | None = None) -> dict[str, str]:

@@ -24,9 +24,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeGuard
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.validation_messages import FUNCTION_PATTERN
@@ -354,12 +354,10 @@ class CustomError(FrozenModel):
     )
     source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
 
-    @model_validator(mode="after")
-    def _sizes_are_in_order(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         low, high = self.sizes
         if high == 0 or low > high:
-            raise ValueError(f"size: found {self.size}, expected a number above 0, or [low, high] with low below high")
-        return self
+            yield f"size: found {self.size}, expected a number above 0, or [low, high] with low below high"
 
     @property
     def sizes(self) -> tuple[float, float]:
@@ -401,11 +399,9 @@ class CustomSchedule(FrozenModel):
         default=None, description="after each number of steps; a job computes them with the function, not to be given"
     )
 
-    @model_validator(mode="after")
-    def _sigmas_are_possible(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.sigmas is not None and not all(0 <= sigma <= self.sigma_max for sigma in self.sigmas):
-            raise ValueError("sigmas: expected numbers from 0 to sigma_max")
-        return self
+            yield "sigmas: expected numbers from 0 to sigma_max"
 
     def planned(self) -> "CustomSchedule":
         """Return this schedule with the digest of its source; ConfigError if there is none, or another."""

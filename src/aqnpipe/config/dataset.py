@@ -1,8 +1,9 @@
 """The questions of a study, and the format of its prompts."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel, Seed
 
@@ -33,11 +34,9 @@ class GeneratedDataset(FrozenModel):
         """The format of generated answers: worked text that ends in `#### number`."""
         return "gsm8k"
 
-    @model_validator(mode="after")
-    def _steps_are_ordered(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.min_steps > self.max_steps:
-            raise ValueError(f"min_steps is {self.min_steps}, expected at most max_steps, {self.max_steps}")
-        return self
+            yield f"min_steps is {self.min_steps}, expected at most max_steps, {self.max_steps}"
 
 
 class StoredDataset(FrozenModel):
@@ -76,11 +75,9 @@ class StoredDataset(FrozenModel):
     num_train: SplitSize | None = None
     num_test: SplitSize | None = None
 
-    @model_validator(mode="after")
-    def _choices_have_a_column(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if (self.answer_format == "choice") != (self.choices_column is not None):
-            raise ValueError("answer_format choice and choices_column need each other")
-        return self
+            yield "answer_format choice and choices_column need each other"
 
 
 class LocalDataset(StoredDataset):
@@ -152,13 +149,9 @@ class PromptFormat(FrozenModel):
         description="seed of a random choice of the examples; null: the first rows of the training split",
     )
 
-    @model_validator(mode="after")
-    def _a_response_has_an_end(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.num_examples and self.style == "plain" and self.layout == "bare":
-            raise ValueError(
-                "num_examples with style plain needs layout question_answer, in which `Question:` ends a response"
-            )
-        return self
+            yield "num_examples with style plain needs layout question_answer, in which `Question:` ends a response"
 
     @property
     def stop_text(self) -> str | None:

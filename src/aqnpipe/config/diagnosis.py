@@ -1,8 +1,9 @@
 """Settings of the diagnosis (exact probes and statistical SRDD scans), and of the rule that derives layer sigmas."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel, Seed, Threads
 
@@ -77,8 +78,6 @@ class SigmaRule(FrozenModel):
     high_priority_ratio: float = Field(default=1.2, gt=0)
     seed: Seed = Field(default=0, description="seed of shuffled_layers")
 
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.sigma_min > self.sigma_max:
-            raise ValueError(f"sigma_min {self.sigma_min} must not exceed sigma_max {self.sigma_max}")
-        return self
+            yield f"sigma_min {self.sigma_min} must not exceed sigma_max {self.sigma_max}"

@@ -5,7 +5,7 @@ scale in common (a 4-bit format has none at all), so each has a name. In tables,
 the n-th named noise is the number n; scales of noise are below 1, so the two cannot be confused.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, RootModel, Tag, ValidationError, model_validator
@@ -72,17 +72,15 @@ class EvaluationNoise(FrozenModel):
         default=None, exclude_if=lambda noise: noise is None, description="the format of an arm's kv_cache"
     )
 
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         given = {"operator_noise": self.operator_noise, "module_noise": self.module_noise}
         if not any([*given.values(), self.kv_cache]):
-            raise ValueError("expected operator_noise, module_noise, kv_cache, or several of them")
+            yield "expected operator_noise, module_noise, kv_cache, or several of them"
         for name, noise in given.items():
             if noise is not None and noise.phases != ("evaluation",):
-                raise ValueError(f"{name}.phases: a noise of an evaluation has only this phase, remove phases")
+                yield f"{name}.phases: a noise of an evaluation has only this phase, remove phases"
             if noise is not None and not noise.is_active:
-                raise ValueError(f"{name}: its error has scale 0, expected one that changes something")
-        return self
+                yield f"{name}: its error has scale 0, expected one that changes something"
 
     def spec_for(self, attention: str) -> NoiseSpec:
         """Return the noise of a pass on a model with that attention. Raises ConfigError if the two do not agree."""
@@ -332,20 +330,12 @@ class EvaluationConfig(FrozenModel):
     )
     threads: Threads = Field(default=1, description="torch threads per worker; results on a CPU depend on it")
 
-    @model_validator(mode="after")
-    def _names_are_no_levels(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         for name in self.noises:
             if _is_number(name):
-                raise ValueError(
-                    f"noises.{name}: found a number as name, which reads as a noise level, expected a word"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _only_functions_have_a_source(self) -> Self:
+                yield f"noises.{name}: found a number as name, which reads as a noise level, expected a word"
         if self.scorer_sha256 is not None and ":" not in self.primary_scorer:
-            raise ValueError(f"scorer_sha256: {self.primary_scorer} has no source of yours, remove scorer_sha256")
-        return self
+            yield f"scorer_sha256: {self.primary_scorer} has no source of yours, remove scorer_sha256"
 
     def planned(self) -> "EvaluationConfig":
         """Return these settings with the digests of the user's own scorer and error models.
@@ -406,13 +396,12 @@ class StudyEvaluationConfig(EvaluationConfig):
         "dtype, threads and batch_size of their `counterpart`; the report has the differences",
     )
 
-    @model_validator(mode="after")
-    def _no_noise_twice(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if problem := repeated_noise(self.noises):
-            raise ValueError(f"noises.{problem}")
+            yield f"noises.{problem}"
         levels = {level: level_noise(level, self.operators, self.include_lm_head) for level in self.noise_levels}
         for name, noise in self.noises.items():
             same = next((level for level, other in levels.items() if settings_of(noise) == other), None)
             if same is not None:
-                raise ValueError(f"noises.{name}: found the noise of noise_levels {same:g} again, remove one of them")
-        return self
+                yield f"noises.{name}: found the noise of noise_levels {same:g} again, remove one of them"

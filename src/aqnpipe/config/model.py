@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, field_validator, model_validator
+from pydantic import BeforeValidator, field_validator
 
 from aqnpipe.config.base import FrozenModel, refuse_pipe_or_device
 from aqnpipe.errors import ModelError
@@ -96,11 +96,9 @@ class ModelConfig(FrozenModel):
             raise ValueError(str(error)) from error
         return source
 
-    @model_validator(mode="after")
-    def _only_the_hub_has_revisions(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.revision is not None and source_kind(self.source) != "hub":
-            raise ValueError(f"revision: found {self.revision!r}, expected none: {self.source!r} is not from the hub")
-        return self
+            yield f"revision: found {self.revision!r}, expected none: {self.source!r} is not from the hub"
 
 
 def _as_source(value: Any) -> Any:

@@ -1,10 +1,10 @@
 """Noise of an arm: operator noise, module noise, adaptive noise (AQN) with its schedule, and faults of a machine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from aqnpipe.config.base import EACH_ONCE, FrozenModel, Seed, Threads
 from aqnpipe.config.custom_code import CustomError, CustomSchedule
@@ -47,11 +47,9 @@ class RelativeGaussian(FrozenModel):
         "each seed of a training and each noise seed of an evaluation",
     )
 
-    @model_validator(mode="after")
-    def _machine_is_fixed(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.machine is not None and not self.is_fixed:
-            raise ValueError(f"machine: found {self.machine}, which needs redraw: never")
-        return self
+            yield f"machine: found {self.machine}, which needs redraw: never"
 
     @property
     def is_fixed(self) -> bool:
@@ -100,11 +98,9 @@ class FakeQuantization(FrozenModel):
     weights: bool = Field(default=True, description="round the weights")
     activations: bool = Field(default=False, description="round the activations")
 
-    @model_validator(mode="after")
-    def _something_is_quantized(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if not (self.weights or self.activations):
-            raise ValueError("weights and activations are both false, expected at least one true")
-        return self
+            yield "weights and activations are both false, expected at least one true"
 
 
 ScaledError = RelativeGaussian | AbsoluteGaussian | SystematicBias
@@ -187,16 +183,6 @@ def requested_size(error: AppliedError | MeasuredError) -> float:
             return 1.0
 
 
-def _check_measured(noise: "OperatorNoise") -> None:
-    """Raise ValueError where a parity measures no error of what is asked for."""
-    if noise.operators != "matmul":
-        raise ValueError("measured errors are put on linear modules, attention and norms, expected operators: matmul")
-    if "backward" in noise.phases:
-        raise ValueError(
-            "phases has backward, but a parity measures forward passes only, expected phases without backward"
-        )
-
-
 class OperatorNoise(FrozenModel):
     """Error on the outputs of matrix products and similar operators, wherever the model calls them.
 
@@ -226,36 +212,37 @@ class OperatorNoise(FrozenModel):
         "on the output of attention as one operator (the model needs sdpa attention)",
     )
 
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if "backward" in self.phases and "actor_forward" not in self.phases:
-            raise ValueError("phases has backward without actor_forward, whose graph the backward noise belongs to")
+            yield "phases has backward without actor_forward, whose graph the backward noise belongs to"
         if self.layer_scales and not isinstance(self.error, ScaledError):
-            raise ValueError(f"layer_scales: {self.error.kind} has no scale")
+            yield f"layer_scales: {self.error.kind} has no scale"
         if isinstance(self.error, RelativeGaussian) and any(scale >= 1 for scale in self.layer_scales.values()):
-            raise ValueError("layer_scales: expected relative scales below 1")
+            yield "layer_scales: expected relative scales below 1"
         if is_fixed(self.error) and (self.operators != "matmul" or self.attention == "fused"):
             found = "operators all" if self.operators == "all" else "attention fused"
-            raise ValueError(f"error.redraw is never, which needs operators matmul and eager attention: found {found}")
+            yield f"error.redraw is never, which needs operators matmul and eager attention: found {found}"
         unknown = set(self.layer_scales) - set(self.layers) if self.layers is not None else set()
         if unknown:
-            raise ValueError(f"layer_scales: layers {sorted(unknown)} are not among the noised layers")
+            yield f"layer_scales: layers {sorted(unknown)} are not among the noised layers"
         if is_active(self.error) and not self._reaches_something:
-            raise ValueError(
+            yield (
                 "layers: no decoder layer has the error, and include_lm_head is false: expected layers, "
                 "include_lm_head: true, or for an arm without noise error.scale 0"
             )
         if isinstance(self.error, MeasuredError):
-            _check_measured(self)
+            if self.operators != "matmul":
+                yield "measured errors are put on linear modules, attention and norms, expected operators: matmul"
+            if "backward" in self.phases:
+                yield "phases has backward, but a parity measures forward passes only, expected phases without backward"
         if isinstance(self.error, FakeQuantization):
             if self.operators != "matmul":
-                raise ValueError("fake_quantization applies to products with a weight only, expected operators: matmul")
+                yield "fake_quantization applies to products with a weight only, expected operators: matmul"
             if "backward" in self.phases:
-                raise ValueError(
+                yield (
                     "fake_quantization has no separate backward error (its backward products use the quantized "
                     "operands whenever actor_forward does), expected phases without backward"
                 )
-        return self
 
     @property
     def _reaches_something(self) -> bool:
@@ -315,15 +302,13 @@ class ModuleNoise(FrozenModel):
         default=("rollout",), min_length=1, description="any phases except backward"
     )
 
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if "backward" in self.phases:
-            raise ValueError("phases has backward, which module noise does not support")
+            yield "phases has backward, which module noise does not support"
         if is_fixed(self.error):
-            raise ValueError("error.redraw is never, but a module has no operands of a product, expected always")
+            yield "error.redraw is never, but a module has no operands of a product, expected always"
         if self.modules == ():
-            raise ValueError("modules is empty, expected a scope or at least one pattern")
-        return self
+            yield "modules is empty, expected a scope or at least one pattern"
 
     @property
     def is_active(self) -> bool:
@@ -489,19 +474,15 @@ class AdaptiveNoise(FrozenModel):
             return self.sigmas.layer_sigmas.get(layer, self.sigmas.base_sigma) / self.sigmas.base_sigma
         return 1.0 if diagnosed is None else diagnosed.get(layer, 0.0)
 
-    @model_validator(mode="after")
-    def _sigmas_have_one_source(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.sigmas is not None and self.layer_sigmas_from is not None:
-            raise ValueError("sigmas and layer_sigmas_from both set sigma per layer, expected one of them")
+            yield "sigmas and layer_sigmas_from both set sigma per layer, expected one of them"
         if self.exclude and self.targets == "hidden_states":
-            raise ValueError("exclude names norms, but targets is hidden_states, expected target_layers")
+            yield "exclude names norms, but targets is hidden_states, expected target_layers"
         if self.actor_forward and self.targets != "hidden_states":
-            raise ValueError(f"actor_forward: found targets {self.targets}, expected hidden_states")
+            yield f"actor_forward: found targets {self.targets}, expected hidden_states"
         if self.layer_sigmas_from is None and self.layer_sigmas_strategy != "published":
-            raise ValueError(
-                f"layer_sigmas_strategy is {self.layer_sigmas_strategy}, expected a machine in layer_sigmas_from"
-            )
-        return self
+            yield f"layer_sigmas_strategy is {self.layer_sigmas_strategy}, expected a machine in layer_sigmas_from"
 
 
 FaultType = Literal["dead_zone", "saturation", "noise", "bias", "spike"]
@@ -554,11 +535,9 @@ class Fault(FrozenModel):
         "may lift a value over a dead zone), before noise (relative noise cannot revive an exact zero), or both",
     )
 
-    @model_validator(mode="after")
-    def _order_is_of_hidden_states(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.order != "after_noise" and self.site != "layer_output":
-            raise ValueError(f"order is {self.order}, which needs site layer_output, found {self.site}")
-        return self
+            yield f"order is {self.order}, which needs site layer_output, found {self.site}"
 
 
 class Counterpart(FrozenModel):
@@ -569,11 +548,9 @@ class Counterpart(FrozenModel):
     batch_size: int | None = Field(default=None, ge=1, description="sequences per batch; null: 8")
     threads: Threads | None = Field(default=None, description="CPU threads; null: 1")
 
-    @model_validator(mode="after")
-    def _differs(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if not any((self.dtype, self.attention, self.batch_size, self.threads)):
-            raise ValueError("expected dtype, attention, batch_size or threads: it would be the machine itself")
-        return self
+            yield "expected dtype, attention, batch_size or threads: it would be the machine itself"
 
 
 class Machine(FrozenModel):
@@ -612,15 +589,13 @@ class Machine(FrozenModel):
         """Return whether its error is known: measured as that of its counterpart, or in a file."""
         return self.counterpart is not None or self.measured_in is not None
 
-    @model_validator(mode="after")
-    def _is_here_or_elsewhere(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.counterpart is not None and self.faults:
-            raise ValueError("counterpart: a parity is measured without simulated faults, remove faults")
+            yield "counterpart: a parity is measured without simulated faults, remove faults"
         if self.measured_in is not None and (self.counterpart is not None or self.faults):
-            raise ValueError("measured_in: a machine measured elsewhere has no `counterpart` or faults, remove them")
+            yield "measured_in: a machine measured elsewhere has no `counterpart` or faults, remove them"
         if self.diagnosed_in is not None and self.faults:
-            raise ValueError("diagnosed_in: a machine diagnosed elsewhere has no simulated faults, remove faults")
-        return self
+            yield "diagnosed_in: a machine diagnosed elsewhere has no simulated faults, remove faults"
 
 
 class NoiseSpec(FrozenModel):

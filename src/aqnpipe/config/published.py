@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from aqnpipe.config.analysis import TestedClaim
 from aqnpipe.config.base import FrozenModel
@@ -56,11 +56,9 @@ class PublishedLoss(FrozenModel):
         default=(), description="the loss of every run, all in the same order of seeds; allows a paired test"
     )
 
-    @model_validator(mode="after")
-    def _values_of_all_runs(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.values and len(self.values) != self.num_runs:
-            raise ValueError(f"values: found {len(self.values)}, expected one for each of {self.num_runs} runs")
-        return self
+            yield f"values: found {len(self.values)}, expected one for each of {self.num_runs} runs"
 
 
 class PublishedSeries(FrozenModel):
@@ -134,11 +132,10 @@ class RatioClaim(PaperClaim):
     first: Pair
     second: Pair
 
-    @model_validator(mode="after")
-    def _no_margin(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.test != "superiority":
-            raise ValueError(f"test: found {self.test}, expected superiority for a ratio")
-        return self
+            yield f"test: found {self.test}, expected superiority for a ratio"
 
 
 PublishedClaim = Annotated[AccuracyClaim | LossClaim | DifferencesClaim | RatioClaim, Field(discriminator="kind")]
@@ -176,21 +173,17 @@ class PublishedFile(FrozenModel):
     claims: tuple[PublishedClaim, ...] = ()
     detectable: tuple[Detectable, ...] = ()
 
-    @model_validator(mode="after")
-    def _ids_are_known(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         # Messages contain ids as repr: pydantic cannot encode half a surrogate pair.
         for kind, entries in (("accuracies", self.accuracies), ("losses", self.losses), ("claims", self.claims)):
             names = [entry.id for entry in entries]
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
-                raise ValueError(f"{kind}: id {repeated[0]!r} is used twice")
+                yield f"{kind}: id {repeated[0]!r} is used twice"
         accuracies, losses = {entry.id for entry in self.accuracies}, {entry.id for entry in self.losses}
         for where, name, known in self._references(accuracies, losses):
             if name not in known:
-                raise ValueError(
-                    f"{where}: unknown id {name!r}, the file has {', '.join(map(repr, sorted(known))) or 'none'}"
-                )
-        return self
+                yield f"{where}: unknown id {name!r}, the file has {', '.join(map(repr, sorted(known))) or 'none'}"
 
     def _references(self, accuracies: set[str], losses: set[str]) -> Iterator[tuple[str, str, set[str]]]:
         for series in self.series:

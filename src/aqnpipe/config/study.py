@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter
 
 from aqnpipe.config.analysis import (
     PRETRAINED,
@@ -80,41 +80,26 @@ class _SharedSettings(FrozenModel):
     )
     report: ReportConfig
 
-    @model_validator(mode="after")
-    def _one_primary_claim(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         primary = [f"comparisons.{index}" for index, claim in enumerate(self.comparisons) if claim.role == "primary"]
         if len(primary) > 1:
-            raise ValueError(f"{primary[1]}.role: found a second primary claim, expected one ({primary[0]} is primary)")
-        return self
-
-    @model_validator(mode="after")
-    def _no_comparison_twice(self) -> Self:
-        """Holm's adjustment would count a claim twice."""
+            yield f"{primary[1]}.role: found a second primary claim, expected one ({primary[0]} is primary)"
+        # Holm's adjustment would count a claim twice.
         first: dict[str, int] = {}
         for index, claim in enumerate(self.comparisons):
             tested = claim.model_dump_json(exclude={"claim", "claim_zh", "role"})
             if first.setdefault(tested, index) != index:
-                raise ValueError(
+                yield (
                     f"comparisons.{index}: found the comparison of comparisons.{first[tested]} again, expected another "
                     "one: a group would count it twice"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _compared_levels_are_used(self) -> Self:
         if self.statistics.compared_levels != "highest" and (self.comparisons or not isinstance(self, StudyConfig)):
-            raise ValueError(
+            yield (
                 "statistics.compared_levels: has no effect here, it is for the usual comparisons of arms; name the "
                 "noise_level of each comparison"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _results_stay_here(self) -> Self:
         if ".." in Path(self.results_dir).parts:
-            raise ValueError(
-                f"results_dir: found {self.results_dir!r}, expected a folder below this one or an absolute path"
-            )
+            yield f"results_dir: found {self.results_dir!r}, expected a folder below this one or an absolute path"
         # Jobs delete their outputs before they run.
         target, here = Path(self.results_dir).resolve(), Path.cwd().resolve()
         home = Path(os.path.expanduser("~")).resolve()
@@ -126,8 +111,7 @@ class _SharedSettings(FrozenModel):
         is_shared = not is_free and any(target.match(f"/{folder}") for folder in _SHARED_FOLDERS)
         if is_of_project or is_of_system or is_shared or home.is_relative_to(target):
             owner = "project" if is_of_project else "system" if is_of_system else "machine or its user"
-            raise ValueError(f"results_dir: found {self.results_dir!r}, a folder of the {owner}, expected another one")
-        return self
+            yield f"results_dir: found {self.results_dir!r}, a folder of the {owner}, expected another one"
 
 
 class StudyConfig(_SharedSettings):
@@ -152,56 +136,41 @@ class StudyConfig(_SharedSettings):
         default=(), description="loss studies of machines with simulated faults; they need no training"
     )
 
-    @model_validator(mode="after")
-    def _no_repeats(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         names = [(loss_study.model, loss_study.name) for loss_study in self.loss_studies]
         if len(set(names)) != len(names):
-            raise ValueError("loss_studies must not repeat a name")
-        return self
-
-    @model_validator(mode="after")
-    def _equivalence_can_end(self) -> Self:
+            yield "loss_studies must not repeat a name"
         for index, claim in enumerate(self.comparisons):
             if self.training and claim.equivalent_within is not None and not isinstance(self.seeds, AdaptiveSeeds):
-                raise ValueError(
+                yield (
                     f"comparisons.{index}.equivalent_within: needs adaptive seeds (start, step, max); for fixed seeds "
                     "use test: equivalence with a margin"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _training_has_steps(self) -> Self:
         if self.training is None:
-            return self
+            return
         if isinstance(self.dataset, LmEvalDataset):
-            raise ValueError(
+            yield (
                 "dataset.source: found lm_eval, expected generated, local or hub: nothing can be trained on a task of "
                 "lm-evaluation-harness; a study with checkpoints can use it"
             )
         if self.dataset.num_train is None:
-            raise ValueError("dataset.num_train is null, expected a number: it determines the number of steps")
+            yield "dataset.num_train is null, expected a number: it determines the number of steps"
         if self.num_steps < 1:
-            raise ValueError(
+            yield (
                 f"dataset.num_train is {self.dataset.num_train}, expected at least one step of "
                 f"{self.training.prompts_per_step} prompts"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_planned(self) -> Self:
         if self.num_steps > _MOST_STEPS:
-            raise ValueError(
-                f"training.epochs: a run would have {self.num_steps:,} steps, expected at most {_MOST_STEPS:,}"
-            )
-        every = self.training.checkpoint_every if self.training else None
+            yield f"training.epochs: a run would have {self.num_steps:,} steps, expected at most {_MOST_STEPS:,}"
+        every = self.training.checkpoint_every
         checkpoints = self.num_steps // every if every else 1
         evaluations = len(self.arms) * len(seed_numbers(self.seeds)) * checkpoints
         if evaluations > _MOST_EVALUATIONS:
-            raise ValueError(
+            yield (
                 f"training.checkpoint_every: {evaluations:,} checkpoints would be evaluated, expected at most "
                 f"{_MOST_EVALUATIONS:,}"
             )
-        return self
 
     @property
     def num_steps(self) -> int:

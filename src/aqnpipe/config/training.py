@@ -1,9 +1,10 @@
 """GRPO settings, shared by all arms of a study."""
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel, Threads
 from aqnpipe.config.custom_code import CustomFunction, planned_digest
@@ -37,14 +38,10 @@ class LoraConfig(FrozenModel):
         description="last parts of the names of the linear modules in the decoder layers that get an adapter",
     )
 
-    @model_validator(mode="after")
-    def _targets_are_in_the_layers(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         outside = sorted({"lm_head", "embed_tokens"} & set(self.target_modules))
         if outside:
-            raise ValueError(
-                f"target_modules: {', '.join(outside)} cannot be adapted, expected modules of the decoder layers"
-            )
-        return self
+            yield f"target_modules: {', '.join(outside)} cannot be adapted, expected modules of the decoder layers"
 
 
 class Reward(FrozenModel):
@@ -61,13 +58,11 @@ class Reward(FrozenModel):
     weight: float = Field(default=1.0, description="factor of this reward in the sum of all")
     source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
 
-    @model_validator(mode="after")
-    def _is_one_reward(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if (self.scorer is None) == (self.function is None):
-            raise ValueError("expected either scorer or function")
+            yield "expected either scorer or function"
         if self.weight == 0:
-            raise ValueError("weight: found 0, expected a factor that has an effect")
-        return self
+            yield "weight: found 0, expected a factor that has an effect"
 
     def planned(self) -> "Reward":
         """Return this reward with the digest of its source; ConfigError if there is none, or if it is another one."""
@@ -170,46 +165,32 @@ class TrainingConfig(FrozenModel):
         description="trackers that also log every step, to <run folder>.logs; W&B is offline unless WANDB_MODE is set",
     )
 
-    @model_validator(mode="after")
-    def _shares_need_workers(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.parallelism == "fsdp" and self.num_workers == 1:
-            raise ValueError("parallelism is fsdp with num_workers 1, expected several workers to share the weights")
-        return self
-
-    @model_validator(mode="after")
-    def _loss_scale_rounds_nothing(self) -> Self:
+            yield "parallelism is fsdp with num_workers 1, expected several workers to share the weights"
         if self.loss_scale is not None and self.loss_scale.bit_count() != 1:
-            raise ValueError(f"loss_scale {self.loss_scale}: expected a power of two, which rounds nothing")
-        return self
-
-    @model_validator(mode="after")
-    def _dual_clip_spares_positive_advantages(self) -> Self:
+            yield f"loss_scale {self.loss_scale}: expected a power of two, which rounds nothing"
         if self.clip_ratio_c is not None and self.clip_ratio_c <= 1 + self.clip_ratio:
-            raise ValueError(f"clip_ratio_c {self.clip_ratio_c:g}: expected more than 1 + clip_ratio")
-        return self
-
-    @model_validator(mode="after")
-    def _micro_batches_divide_the_step(self) -> Self:
+            yield f"clip_ratio_c {self.clip_ratio_c:g}: expected more than 1 + clip_ratio"
         if self.prompts_per_step % self.num_workers:
-            raise ValueError(
+            yield (
                 f"num_workers {self.num_workers} must divide prompts_per_step {self.prompts_per_step}: the rollouts of "
                 "a prompt stay together on one worker"
             )
         if self.validation_questions < self.num_workers:
-            raise ValueError(
+            yield (
                 f"validation_questions {self.validation_questions} must be at least num_workers {self.num_workers}: "
                 "every worker answers at least one"
             )
         if (self.micro_batch_size is None) == (self.tokens_per_micro_batch is None):
-            raise ValueError("expected either micro_batch_size or tokens_per_micro_batch")
+            yield "expected either micro_batch_size or tokens_per_micro_batch"
         sequences = self.sequences_per_step // self.num_workers
         if sequences % self.sequences_per_call:
             share = f"/num_workers {self.num_workers}" if self.num_workers > 1 else ""
-            raise ValueError(
+            yield (
                 f"micro_batch_size {self.micro_batch_size} must divide "
                 f"prompts_per_step*rollouts_per_prompt{share} = {sequences}"
             )
-        return self
 
     @property
     def sequences_per_step(self) -> int:
