@@ -75,18 +75,13 @@ def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_to
     if shape is None or training is None:
         return None
     shares = training.num_workers if training.parallelism == "fsdp" else 1
-    stored, computed = BYTES[training.weights_dtype], BYTES[model.dtype]
+    computed = BYTES[model.dtype]
     arms = [arm for arm in plan.study.arms.values() if arm.model == role]
     vllm = any(uses_vllm_for_rollouts(plan, arm) for arm in arms)
-    if training.lora is None:
-        buckets = _BUCKETS if shares == 1 and training.num_workers > 1 else 0
-        trained = shape.num_parameters * stored * (_COPIES_OF_A_TRAINED_WEIGHT + buckets) / shares
-        reference = shape.num_parameters * stored / shares if training.kl_coefficient else 0.0
-        base = stored
-    else:
-        adapters = shape.adapter_parameters(training.lora.rank, training.lora.target_modules)
-        trained = (shape.num_parameters * computed + adapters * stored * _COPIES_OF_A_TRAINED_WEIGHT) / shares
-        reference, base = 0.0, computed
+    lora = training.lora
+    adapters = 0 if lora is None else shape.adapter_parameters(lora.rank, lora.target_modules)
+    trained, reference = _weights(training, model, shape.num_parameters, adapters)
+    base = BYTES[training.weights_dtype] if lora is None else computed
     tokens = prompt_tokens + training.max_response_tokens
     sequences = training.sequences_per_step * training.steps_per_rollout / training.num_workers
     gathered = shape.num_parameters * base * (1 - 1 / shares)
@@ -102,6 +97,20 @@ def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_to
         engine=config.generation.rollout_gpu_memory_utilization * device_bytes if vllm else 0.0,
         engine_needs=shape.num_parameters * computed + cache if vllm else 0.0,
     )
+
+
+def _weights(
+    training: TrainingConfig, model: ModelConfig, num_parameters: float, num_adapters: float = 0.0
+) -> tuple[float, float]:
+    """Return the bytes on each device of trained weights with gradients and moments, and of the reference."""
+    shares = training.num_workers if training.parallelism == "fsdp" else 1
+    stored = BYTES[training.weights_dtype]
+    if training.lora is not None:
+        adapters = num_adapters * stored * _COPIES_OF_A_TRAINED_WEIGHT
+        return (num_parameters * BYTES[model.dtype] + adapters) / shares, 0.0
+    copies = _COPIES_OF_A_TRAINED_WEIGHT + (_BUCKETS if shares == 1 and training.num_workers > 1 else 0)
+    share = num_parameters * stored / shares
+    return share * copies, share if training.kl_coefficient else 0.0
 
 
 def _sent_weight(shape: ModelShape, computed: int, shares: int) -> float:
@@ -144,7 +153,8 @@ def training_memory(
     for role in plan.study.model_roles():
         found = memory_per_device(plan, role, gigabytes * 1e9, prompt_tokens)
         if found is None:
-            least = _least(plan, role, training, (parameters or {}).get(role))
+            # Whatever the shape of a model of this size; 0 if that is unknown too.
+            least = sum(_weights(training, plan.study.config.models[role], (parameters or {}).get(role, 0.0)))
             if least > gigabytes * 1e9:
                 raise ConfigError(
                     f"models.{role}: training needs more than {ceil(least / 1e9)} GB on each device for weights, "
@@ -173,17 +183,6 @@ def training_memory(
                 f"expected at least {ceil(found.engine_needs / gigabytes / 1e7) / 100:g}"
             )
     return lines
-
-
-def _least(plan: StudyPlan, role: str, training: TrainingConfig, num_parameters: float | None) -> float:
-    """Return the bytes that a model of this size takes on each device at least, whatever its shape; 0 if unknown."""
-    if num_parameters is None:
-        return 0.0
-    shares = training.num_workers if training.parallelism == "fsdp" else 1
-    if training.lora is not None:
-        return num_parameters * BYTES[plan.study.config.models[role].dtype] / shares
-    copies = _COPIES_OF_A_TRAINED_WEIGHT + (1 if training.kl_coefficient else 0)
-    return num_parameters * BYTES[training.weights_dtype] * copies / shares
 
 
 def evaluation_memory(

@@ -219,16 +219,22 @@ def _source_of_model(scope: Scope, source: str, *_: str) -> str | None:
     return None
 
 
-def _layer(scope: Scope, asked: Any, *_: str) -> str | None:
-    found = (_beyond(scope, asked, role) for role in scope.study.models)
-    return next(filter(None, found), None)
+def _with_models(check: Check) -> Check:
+    """Return the check of a value with every model of the study; the check gets the name of a model."""
+    return lambda scope, value, *_: next(filter(None, (check(scope, value, role) for role in scope.study.models)), None)
 
 
-def _layer_of_arm(scope: Scope, asked: Any, arm: str) -> str | None:
-    return _beyond(scope, asked, scope.arms[arm].model)
+def _with_used_models(check: Check) -> Check:
+    """Return the check of a value with the models of the arms, or the checkpoints."""
+    return lambda scope, value, *_: next(filter(None, (check(scope, value, role) for role in scope.used_models)), None)
 
 
-def _beyond(scope: Scope, asked: int | Collection[int], role: str) -> str | None:
+def _with_its_model(check: Check) -> Check:
+    """Return the check of a value of an arm with the model of the arm."""
+    return lambda scope, value, arm: check(scope, value, scope.arms[arm].model)
+
+
+def _layers(scope: Scope, asked: int | Collection[int], role: str) -> str | None:
     source = scope.study.models[role].source
     return expected_layers(asked, num_layers_of(source), f"{role} ({source})")
 
@@ -241,12 +247,11 @@ def expected_layers(asked: int | Collection[int], num_layers: int | None, model:
     return f"layers 0 to {num_layers - 1}, which model {model} has"
 
 
-def _attention_of_noise(scope: Scope, given: str, *_: str) -> str | None:
+def _attention_of_noise(scope: Scope, given: str, role: str) -> str | None:
     """Evaluations have noise on attention as each model computes it."""
-    for role, model in scope.study.models.items():
-        if given != noised_attention(model.attention):
-            return f"no value: model {role} computes attention {model.attention}, {noised_attention(model.attention)}"
-    return None
+    attention = scope.study.models[role].attention
+    usual = noised_attention(attention)
+    return None if given == usual else f"no value: model {role} computes attention {attention}, {usual}"
 
 
 def _attention_of_arm(scope: Scope, given: str, arm: str) -> str | None:
@@ -258,18 +263,10 @@ def _attention_of_arm(scope: Scope, given: str, arm: str) -> str | None:
     return f"{usual}: models.{role}.attention is {scope.study.models[role].attention}"
 
 
-def _redraw(scope: Scope, redraw: str, *_: str) -> str | None:
+def _redraw(scope: Scope, redraw: str, role: str) -> str | None:
     """A fixed machine derives its error from the operands of each product, which only eager attention has."""
-    return _redraw_on(scope, redraw, scope.used_models)
-
-
-def _redraw_of_arm(scope: Scope, redraw: str, arm: str) -> str | None:
-    return _redraw_on(scope, redraw, [scope.arms[arm].model])
-
-
-def _redraw_on(scope: Scope, redraw: str, roles: Collection[str]) -> str | None:
-    others = [role for role in roles if redraw == "never" and scope.study.models[role].attention != "eager"]
-    return f"always, or models.{others[0]}.attention: eager" if others else None
+    is_possible = redraw != "never" or scope.study.models[role].attention == "eager"
+    return None if is_possible else f"always, or models.{role}.attention: eager"
 
 
 def _scales_float16(scope: Scope, loss_scale: int) -> str | None:
@@ -295,22 +292,20 @@ def _rolls_out_on_vllm(scope: Scope, arm: Arm, *_: str) -> str | None:
     return reason and f"generation.rollout_backend: transformers, vLLM cannot make its rollouts: {reason}"
 
 
-def _shared(scope: Scope, num_workers: int) -> str | None:
+def _shared(scope: Scope, num_workers: int, role: str) -> str | None:
     """Tensor-parallel workers must be able to share the layers; most models of a hub are not known yet."""
-    for role, model in scope.used_models.items() if num_workers > 1 else ():
-        reason = why_not_shared(_facts(model), num_workers)
-        if reason is not None:
-            return f"a number by which model {role} ({model.source}) can be shared: {reason}"
-    return None
+    model = scope.study.models[role]
+    reason = why_not_shared(_facts(model), num_workers) if num_workers > 1 else None
+    return reason and f"a number by which model {role} ({model.source}) can be shared: {reason}"
 
 
-def _positions(scope: Scope, tokens: int) -> str | None:
+def _positions(scope: Scope, tokens: int, role: str) -> str | None:
     """Responses must leave positions for a prompt; a job compares with its own prompts. A task cuts prompts itself."""
-    for role, model in scope.used_models.items() if not scope.is_of_task else ():
-        context = _facts(model).get("max_position_embeddings")
-        if isinstance(context, int) and tokens >= context:
-            return f"fewer than the {context} positions of model {role} ({model.source}), which its prompts need too"
-    return None
+    model = scope.study.models[role]
+    context = None if scope.is_of_task else _facts(model).get("max_position_embeddings")
+    if not isinstance(context, int) or tokens < context:
+        return None
+    return f"fewer than the {context} positions of model {role} ({model.source}), which its prompts need too"
 
 
 def _facts(model: ModelConfig) -> Mapping[str, Any]:
@@ -503,21 +498,21 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("evaluation.machines[*]", _in("machines")),
     ("evaluation.machines[*]", _evaluates_otherwise),
     ("models[*].source", _source_of_model),
-    ("machines[*].faults[*].layer", _layer),
-    ("noises[*].operator_noise.layers", _layer),
-    ("noises[*].operator_noise.layer_scales", _layer),
-    ("arms[*].operator_noise.layers", _layer_of_arm),
-    ("arms[*].operator_noise.layer_scales", _layer_of_arm),
-    ("noises[*].operator_noise.error.redraw", _redraw),
-    ("arms[*].operator_noise.error.redraw", _redraw_of_arm),
+    ("machines[*].faults[*].layer", _with_models(_layers)),
+    ("noises[*].operator_noise.layers", _with_models(_layers)),
+    ("noises[*].operator_noise.layer_scales", _with_models(_layers)),
+    ("arms[*].operator_noise.layers", _with_its_model(_layers)),
+    ("arms[*].operator_noise.layer_scales", _with_its_model(_layers)),
+    ("noises[*].operator_noise.error.redraw", _with_used_models(_redraw)),
+    ("arms[*].operator_noise.error.redraw", _with_its_model(_redraw)),
     ("training.loss_scale", _scales_float16),
-    ("noises[*].operator_noise.attention", _attention_of_noise),
+    ("noises[*].operator_noise.attention", _with_models(_attention_of_noise)),
     ("arms[*].operator_noise.attention", _attention_of_arm),
     ("noises[*].operator_noise.error", _fits_vllm),
     ("noises[*].module_noise.error", _fits_vllm),
     ("noises[*].kv_cache", _fits_vllm),
     ("models[*].attention", _fused_for_vllm),
-    ("generation.tensor_parallel", _shared),
+    ("generation.tensor_parallel", _with_used_models(_shared)),
     ("arms[*]", _rolls_out_on_vllm),
     ("arms[*].operator_noise.error.figures", _no_figures),
     ("arms[*].operator_noise.error.source", _measured),
@@ -537,8 +532,8 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("report.explore.noise_level", _level),
     ("arms[*].aa_control_of", _aa_control),
     ("arms[*].seed_offset", _seed),
-    ("training.max_response_tokens", _positions),
-    ("evaluation.max_response_tokens", _positions),
+    ("training.max_response_tokens", _with_used_models(_positions)),
+    ("evaluation.max_response_tokens", _with_used_models(_positions)),
     ("checkpoints[*].source", _another_model),
     ("checkpoints[*].dtype", _same("dtype")),
     ("checkpoints[*].attention", _same("attention")),
