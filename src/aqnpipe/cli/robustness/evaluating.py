@@ -1,19 +1,18 @@
 """Evaluates the checkpoints of `aqnpipe robustness`, compares them, and writes what was found in three forms."""
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import typer
 from rich.progress import Progress
 from transformers.utils.logging import disable_progress_bar
 
 from aqnpipe.artifacts.comparisons import CheckpointAccuracy, CheckpointComparison, RobustnessReport
 from aqnpipe.artifacts.evaluations import EvaluationFiles, evaluation_files
-from aqnpipe.artifacts.files import write_json
+from aqnpipe.artifacts.files import write_csv, write_json, write_text
 from aqnpipe.cli.options import aligned, console_of
 from aqnpipe.comparison.checkpoints import POWER, report_of
 from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
@@ -69,8 +68,12 @@ def evaluate_checkpoints(
     loaded = [load_evaluation(EvaluationInput(**vars(files)), first.evaluation.primary_scorer, alpha) for files in made]
     report = report_of(loaded, sources, data, first, alpha)
     write_json(output / "robustness.json", report)
-    (output / "robustness.csv").write_text(_csv_of(report), encoding="utf-8")
-    (output / "robustness.md").write_text("\n".join(markdown_of(report)) + "\n", encoding="utf-8")
+    # One line per comparison, with all numbers as fractions.
+    rows = [row.model_dump() for row in report.comparisons]
+    write_csv(
+        output / "robustness.csv", pl.DataFrame(rows, list(CheckpointComparison.model_fields), infer_schema_length=None)
+    )
+    write_text(output / "robustness.md", "\n".join(markdown_of(report)) + "\n")
     return report
 
 
@@ -170,16 +173,6 @@ def answer_of(report: RobustnessReport) -> str:
         more = f"; {row.questions_needed:,} questions would decide it ({chance})"
     interval = f"{100 * (row.interval_level or 0.0):.3g} % interval {100 * low:+.1f} to {100 * high:+.1f}"
     return f"{verdict}: {costs} ({interval}; {sample}){more}."
-
-
-def _csv_of(report: RobustnessReport) -> str:
-    """Return one line per comparison, with all numbers as fractions."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    columns = list(CheckpointComparison.model_fields)
-    writer.writerow(columns)
-    writer.writerows([getattr(row, name) for name in columns] for row in report.comparisons)
-    return text.getvalue()
 
 
 def _setting(report: RobustnessReport) -> str:
