@@ -426,8 +426,8 @@ benchmarks and the section of the page that shows these.
 
 A single run of training was killed 300 times at chosen calls and at random times, in mid-step too, and none was lost
 ([kill trials](../benchmarks/kill_trials.md)). By hand, once, on 2026-11-28: SIGKILL of Snakemake, a
-training with rollouts on vLLM, its engine and the engine's worker (8 processes) in mid-step; the next `snakemake` resumed
-the run, and 15 of 15 files were equal.
+training with rollouts on vLLM, its engine and the engine's worker (8 processes) in mid-step; the next `snakemake`
+resumed the run, and 15 of 15 files were equal.
 
 Tests try these, and are counted above only where they ran with `AQNPIPE_FAULTS_TALLY=FOLDER/tally.jsonl`.
 `tests/runtime/test_training.py`: SIGKILL of one worker, of the launch, and of the whole tree of a training with two
