@@ -10,7 +10,7 @@ from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonT
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
 from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation, load_evaluations
-from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.comparison.stage import compare
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 
@@ -106,13 +106,13 @@ def artifacts(made, tmp_path):
 
 
 def compared(artifacts, folder):
-    outputs = ComparisonOutputs.in_folder(folder)
+    outputs = folder
     compare(artifacts.study, artifacts.evaluations, outputs)
     return (
-        read_table(outputs.accuracy, AccuracyTable),
-        read_table(outputs.comparisons, ComparisonTable),
-        read_table(outputs.robustness, RobustnessTable),
-        read_json(outputs.claims, ClaimsFile),
+        read_table(outputs / "accuracy.parquet", AccuracyTable),
+        read_table(outputs / "comparisons.parquet", ComparisonTable),
+        read_table(outputs / "robustness.parquet", RobustnessTable),
+        read_json(outputs / "claims.json", ClaimsFile),
     )
 
 

@@ -50,31 +50,19 @@ def statements_of(
 
 def _sides(contrast: Contrast, scores: Scores) -> Statement:
     """Return the accuracies of both sides, or their changes in a degradation comparison."""
-    treatment, control, level = contrast.treatment.arm, contrast.control.arm, contrast.treatment.noise_level
-    first, second = scores.treatment_accuracy, scores.control_accuracy
+    arms, level = {"treatment": contrast.treatment.arm, "control": contrast.control.arm}, contrast.treatment.noise_level
+    accuracies = {"first": scores.treatment_accuracy, "second": scores.control_accuracy}
     match contrast.comparison.kind:
         case "degradation":
-            return statement(
-                "claim.sides.degradation",
-                treatment=treatment,
-                control=control,
-                level=level,
-                treatment_change=float(scores.treatment.mean()),
-                control_change=float(scores.control.mean()),
-            )
+            first, second = float(scores.treatment.mean()), float(scores.control.mean())
+            changes = {"treatment_change": first, "control_change": second}
+            return statement("claim.sides.degradation", **arms, level=level, **changes)
         case "levels":
-            return statement("claim.sides.levels", treatment=treatment, level=level, first=first, second=second)
+            return statement("claim.sides.levels", treatment=arms["treatment"], level=level, **accuracies)
         case _ if level == 0:
-            return statement("claim.sides.arms", treatment=treatment, control=control, first=first, second=second)
+            return statement("claim.sides.arms", **arms, **accuracies)
         case _:
-            return statement(
-                "claim.sides.arms_under_noise",
-                treatment=treatment,
-                control=control,
-                level=level,
-                first=first,
-                second=second,
-            )
+            return statement("claim.sides.arms_under_noise", **arms, level=level, **accuracies)
 
 
 def _numbers(contrast: Contrast, scores: Scores, estimate: Estimate, judgement: Judgement) -> Statement:
@@ -191,7 +179,7 @@ def _why_not_shown(
     if not is_decidable(contrast, estimate):
         return [statement("claim.one_run")]
     found = []
-    limit, has_margin = judgement.minimum_detectable, contrast.comparison.margin is not None
+    limit, has_margin = judgement.minimum_detectable_difference, contrast.comparison.margin is not None
     if limit is not None and limit < 1:
         key = "inside_margin" if has_margin else "difference"
         found.append(statement(f"claim.detectable.{key}", limit=limit, power=settings.power))

@@ -150,7 +150,7 @@ class _Column:
 
 def machine_scales(study: Study, data: ReportData, words: Words) -> tuple[MachineScale, ...]:
     """Return the noises of the study on the scale of every machine with a parity."""
-    parities = {str(measured.source.path): measured.parity for measured in data.parities}
+    parities = {str(measured.path): measured.parity for measured in data.parities}
     return tuple(_machine_scale(study, measured, parities, words) for measured in data.parities)
 
 
@@ -169,13 +169,13 @@ def _machine_scale(
     parity, machine = measured.parity, _named(measured, words)
     columns: list[_Column] = []
     without_size: list[_Column] = []
-    for noise in noises_of(study, measured.source.model, parity.first.attention):
+    for noise in noises_of(study, measured.model, parity.first.attention):
         times = {operator.name: found for operator, found in times_by_operator(noise.noise, parity, parities)}
         (columns if times else without_size).append(_Column(_name_of(noise, words), noise, times))
     panel = _picture(parity, columns, words)
     table = _table(parity, columns, words, "machine-scale", only_noised=False)
     return MachineScale(
-        heading=words("scale.heading", model=measured.source.model, machine=machine),
+        heading=words("scale.heading", model=measured.model, machine=machine),
         sentences=tuple(_sentence(column, parity, machine, words) for column in columns),
         figure=Figure(
             _caption(parity, without_size, words),
@@ -210,7 +210,7 @@ def _named(measured: MeasuredMachine, words: Words) -> str:
     """Return the name of a measured machine: what of its second side is not as on its first."""
     first, second = measured.parity.first, measured.parity.second
     differing = [_setting(second, name) for name in _DIFFERING if getattr(first, name) != getattr(second, name)]
-    return words("scale.machine", machine=measured.source.machine, setting=", ".join(differing) or second.device)
+    return words("scale.machine", machine=measured.machine, setting=", ".join(differing) or second.device)
 
 
 def _setting(identity: CaptureIdentity, name: str) -> str:

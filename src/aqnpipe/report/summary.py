@@ -120,7 +120,7 @@ def _compared_arms(data: ReportData, shown: Set[str]) -> set[tuple[str, str]]:
 
 def _shown_claims(overview: ClaimsOverview) -> set[str]:
     groups = shown_groups(overview.groups, MAX_ROWS)
-    return {row.comparison_id for group in groups for row in (*group.decided, *group.open)}
+    return {row.comparison_id for group in groups for row in group.rows}
 
 
 def _accuracy_lines(study: Study, last: pl.DataFrame, compared: Set[tuple[str, str]], words: Words) -> list[str]:
