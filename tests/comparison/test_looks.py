@@ -354,7 +354,7 @@ def test_claims_that_end_as_equivalent_do_not_relax_the_level_of_the_others(synt
             }
             for name, evidence in found.items():
                 after[name] = after[name].model_copy(update=looks._numbers(evidence, schedule, number))
-            after = looks._with_states(after, found, study, design, schedule, number)
+            after = looks._with_states(after, found, named, design, number)
         states_after = {claim.state for claim in after.values()}
         wrong += "supported" in states_after
         ended += "equivalent" in states_after

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from aqnpipe.artifacts.base import Statement, statement
-from aqnpipe.artifacts.comparisons import Claim, ClaimAtLook, ClaimState, ClaimVerdict, LookFile
+from aqnpipe.artifacts.comparisons import Claim, ClaimAtLook, ClaimVerdict, LookFile
 from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts, Scores
 from aqnpipe.comparison.evaluations import LoadedEvaluation
 from aqnpipe.comparison.identity import comparison_ids
@@ -20,15 +20,6 @@ from aqnpipe.statistics.sample_sizes import MAX_SEEDS_SEARCHED
 
 _NOTABLE = 0.01
 """Differences below a point are not compared between scorers."""
-
-_VERDICTS: Mapping[ClaimState, ClaimVerdict] = {
-    "open": "not_shown",
-    "futile": "not_shown",
-    "supported": "supported",
-    "refuted": "refuted",
-    "equivalent": "equivalent",
-    "invalid": "invalid",
-}
 
 
 def statements_of(
@@ -50,19 +41,31 @@ def statements_of(
 
 def _sides(contrast: Contrast, scores: Scores) -> Statement:
     """Return the accuracies of both sides, or their changes in a degradation comparison."""
-    arms, level = {"treatment": contrast.treatment.arm, "control": contrast.control.arm}, contrast.treatment.noise_level
-    accuracies = {"first": scores.treatment_accuracy, "second": scores.control_accuracy}
+    treatment, control, level = contrast.treatment.arm, contrast.control.arm, contrast.treatment.noise_level
+    first, second = scores.treatment_accuracy, scores.control_accuracy
     match contrast.comparison.kind:
         case "degradation":
-            first, second = float(scores.treatment.mean()), float(scores.control.mean())
-            changes = {"treatment_change": first, "control_change": second}
-            return statement("claim.sides.degradation", **arms, level=level, **changes)
+            return statement(
+                "claim.sides.degradation",
+                treatment=treatment,
+                control=control,
+                level=level,
+                treatment_change=float(scores.treatment.mean()),
+                control_change=float(scores.control.mean()),
+            )
         case "levels":
-            return statement("claim.sides.levels", treatment=arms["treatment"], level=level, **accuracies)
+            return statement("claim.sides.levels", treatment=treatment, level=level, first=first, second=second)
         case _ if level == 0:
-            return statement("claim.sides.arms", **arms, **accuracies)
+            return statement("claim.sides.arms", treatment=treatment, control=control, first=first, second=second)
         case _:
-            return statement("claim.sides.arms_under_noise", **arms, level=level, **accuracies)
+            return statement(
+                "claim.sides.arms_under_noise",
+                treatment=treatment,
+                control=control,
+                level=level,
+                first=first,
+                second=second,
+            )
 
 
 def _numbers(contrast: Contrast, scores: Scores, estimate: Estimate, judgement: Judgement) -> Statement:
@@ -281,11 +284,11 @@ def contrasts_at_looks(
 ) -> list[Contrast]:
     """Return every comparison on the seeds of the last look at it; none if the seeds are fixed."""
     claims = last_looks(study, looks)
+    named = comparison_ids(study.comparisons())
     of_seeds = {
         number: Contrasts(study.with_seeds(number), loaded)
         for number in sorted({claim.seeds for claim in claims.values()})
     }
-    named = comparison_ids(study.comparisons())
     return [of_seeds[claim.seeds].of(named[name], name) for name, claim in claims.items()]
 
 
@@ -298,7 +301,8 @@ def judgement_at_look(judgement: Judgement, claim: ClaimAtLook) -> Judgement:
     claimed, other = replace(judgement.claimed, p_value=claim.p_looks, p_holm=claim.p_holm), judgement.other
     if other is not None and claim.p_other is not None and claim.p_other_holm is not None:
         other = replace(other, p_value=claim.p_other, p_holm=claim.p_other_holm)
-    return replace(judgement, verdict=_VERDICTS[claim.state], claimed=claimed, other=other, **numbers)
+    verdict: ClaimVerdict = "not_shown" if claim.state == "open" or claim.state == "futile" else claim.state
+    return replace(judgement, verdict=verdict, claimed=claimed, other=other, **numbers)
 
 
 def look_statement(claim: ClaimAtLook, comparison: Comparison) -> Statement:

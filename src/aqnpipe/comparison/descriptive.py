@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 from statsmodels.stats.proportion import proportion_confint
 
@@ -19,11 +18,10 @@ from aqnpipe.comparison.judgement import largest_difference
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.robustness import mean_slopes, robustness_row
-
-FloatArray = npt.NDArray[np.float64]
 
 MIN_QUESTIONS = 10
 """A smaller segment is left out: its interval says nothing."""

@@ -109,7 +109,10 @@ def compare(
     loaded = load_evaluations(evaluations, study.config.evaluation.primary_scorer, settings.alpha, settings.unit)
     contrasts = Contrasts(study, loaded)
     decided = last_looks(study, looks)
-    compared_pairs = contrasts_at_looks(study, loaded, looks) or contrasts.of_all(study.comparisons())
+    named = comparison_ids(study.comparisons())
+    compared_pairs = contrasts_at_looks(study, loaded, looks)
+    if not compared_pairs:
+        compared_pairs = [contrasts.of(comparison, name) for name, comparison in named.items()]
     rows, claims, families = judge_all(compared_pairs, settings, study, decided)
     accuracy = (
         pl.concat([evaluation.accuracy for evaluation in loaded.values()]) if loaded else table_of([], AccuracyTable)
@@ -140,7 +143,7 @@ def compare(
             claims=tuple(claims),
             aa_control_rates=aa_control_rates(study, contrasts),
             missing=missing_evaluations(study, set(loaded)),
-            answer=answer_of(claims, rows, decided, comparison_ids(study.comparisons()), settings.power),
+            answer=answer_of(claims, rows, decided, named, settings.power),
             looks=tuple(looks),
             segments=()
             if problems is None or not problems.is_file()

@@ -167,7 +167,7 @@ def _tested_losses(claim: LossClaim, published: PublishedFile, losses: Mapping[s
         if losses[name].above_uniform and (uniform := losses[name].uniform) is not None
     )
     notes = tuple(_loss_notes(claim, *_summaries(claim, published)))
-    return _Tested(claim, _loss_result(claim, published, published.alpha), above, notes, p_run_to_run=None)
+    return _Tested(claim, _result(claim, published, published.alpha), above, notes, p_run_to_run=None)
 
 
 def _summaries(claim: LossClaim, published: PublishedFile) -> tuple[Summary, Summary]:
@@ -175,11 +175,16 @@ def _summaries(claim: LossClaim, published: PublishedFile) -> tuple[Summary, Sum
     return summaries[claim.treatment], summaries[claim.control]
 
 
-def _loss_result(claim: LossClaim, published: PublishedFile, alpha: float) -> Result:
-    runs = {loss.id: np.array(loss.values) for loss in published.losses}
-    treatment, control = runs[claim.treatment], runs[claim.control]
-    values = (treatment, control) if len(treatment) == len(control) > 0 else None
-    return losses_result(claim, *_summaries(claim, published), alpha, values)
+def _result(claim: PublishedClaim, published: PublishedFile, alpha: float) -> Result:
+    if isinstance(claim, LossClaim):
+        runs = {loss.id: np.array(loss.values) for loss in published.losses}
+        treatment, control = runs[claim.treatment], runs[claim.control]
+        values = (treatment, control) if len(treatment) == len(control) > 0 else None
+        return losses_result(claim, *_summaries(claim, published), alpha, values)
+    proportions = {accuracy.id: _proportion(accuracy) for accuracy in published.accuracies}
+    if isinstance(claim, AccuracyClaim):
+        return accuracies_result(claim, proportions[claim.treatment], proportions[claim.control], alpha)
+    return differences_result(claim, proportions, alpha)
 
 
 def _tested_accuracies(
@@ -187,8 +192,7 @@ def _tested_accuracies(
     published: PublishedFile,
     accuracies: Mapping[str, CheckedAccuracy],
 ) -> _Tested:
-    proportions = {accuracy.id: _proportion(accuracy) for accuracy in published.accuracies}
-    result = _accuracy_result(claim, proportions, published.alpha)
+    result = _result(claim, published, published.alpha)
     figures = [accuracies[name] for name in _names(claim)]
     p_run_to_run = None
     if published.run_scatter and isinstance(claim, AccuracyClaim) and claim.between_runs:
@@ -209,14 +213,6 @@ def _tested_accuracies(
 def _names(claim: AccuracyClaim | DifferencesClaim | RatioClaim) -> list[str]:
     pairs: Sequence[Pair | AccuracyClaim] = [claim] if isinstance(claim, AccuracyClaim) else [claim.first, claim.second]
     return list(dict.fromkeys(name for pair in pairs for name in (pair.treatment, pair.control)))
-
-
-def _accuracy_result(
-    claim: AccuracyClaim | DifferencesClaim | RatioClaim, proportions: Mapping[str, Proportion], alpha: float
-) -> Result:
-    if isinstance(claim, AccuracyClaim):
-        return accuracies_result(claim, proportions[claim.treatment], proportions[claim.control], alpha)
-    return differences_result(claim, proportions, alpha)
 
 
 def _is_counted(test: _Tested) -> bool:
@@ -290,12 +286,7 @@ def _beyond_margin(claim: PublishedClaim, published: PublishedFile, family_size:
     """Return whether the interval at the family's strictest level lies beyond the margin of a claim that has one."""
     if claim.margin is None:
         return False
-    strictest = published.alpha / family_size
-    if isinstance(claim, LossClaim):
-        result = _loss_result(claim, published, strictest)
-    else:
-        proportions = {accuracy.id: _proportion(accuracy) for accuracy in published.accuracies}
-        result = _accuracy_result(claim, proportions, strictest)
+    result = _result(claim, published, published.alpha / family_size)
     if result.ci_low is None or result.ci_high is None:
         return False
     bound = claim.margin * result.scale

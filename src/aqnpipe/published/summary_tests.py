@@ -15,7 +15,8 @@ from statsmodels.stats.proportion import confint_proportions_2indep, test_propor
 from aqnpipe.artifacts.base import Statement, statement
 from aqnpipe.config.analysis import TestedClaim
 from aqnpipe.config.published import AccuracyClaim, DifferencesClaim, LossClaim, Pair, RatioClaim, RunScatter
-from aqnpipe.statistics.continuous import FloatArray, Summary, paired_p_range, paired_t, welch_t
+from aqnpipe.statistics.arrays import FloatArray
+from aqnpipe.statistics.continuous import Summary, paired_p_range, paired_t, welch_t
 from aqnpipe.statistics.multiple_testing import claim_p, distance_inside, interval_level
 
 Unit = Literal["points", "nats", "ratio"]

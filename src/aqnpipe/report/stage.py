@@ -30,7 +30,7 @@ def build_report(study: Study, inputs: ReportInputs, folder: Path) -> None:
     data = read_inputs(inputs)
     words = load_words(study.config.report.language, study.config.evaluation.noise_names())
     pair = explorer.explored_pair(study, data.comparisons)
-    flipped, num_questions, num_seeds = explorer.flips(pair, study, data) if pair else explorer.no_flips()
+    flipped, num_questions, num_seeds = explorer.flips(pair, study, data)
     explored = explorer.explorer(pair, flipped, num_questions, num_seeds) if pair and num_seeds else None
     overview = claims.claims_overview(study, data, words)
     scales = machines.machine_scales(study, data, words)

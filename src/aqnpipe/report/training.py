@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import altair as alt
 import polars as pl
@@ -250,7 +251,7 @@ def _curves(
         means, dots = means.filter(pl.col("low") > 0), dots.filter(pl.col("value") > 0)
         raw = raw.filter(raw > 0)
         y = y.scale(type="log").axis(values=_decades(raw))
-    axes = {"x": number_axis("step", words("axis.step")), "color": colour_scale("arm", keys), "description": "about:N"}
+    axes = _axes_of_steps(keys, words)
 
     def over_steps(rows: pl.DataFrame, field: str = "mean") -> alt.Chart:
         return base_chart(rows).encode(y=_same(y, field), **axes)
@@ -308,7 +309,7 @@ def _leap_marks(found: Sequence[Leap], metrics: pl.DataFrame, column: str, words
 
 def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> Panel:
     first_seed = table.filter(pl.col("seed") == pl.col("seed").min().over("arm")).sort("arm", "step")
-    axes = {"x": number_axis("step", words("axis.step")), "color": colour_scale("arm", keys), "description": "about:N"}
+    axes = _axes_of_steps(keys, words)
     logarithmic = alt.Scale(type="log")
     y = alt.Y("sigma_requested:Q").title(words("axis.sigma_requested")).scale(logarithmic)
     y = y.axis(values=_decades(table["sigma_requested"]))
@@ -321,6 +322,12 @@ def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -
     )
     title = words("training.sigma")
     return panel(title, chart, words("alt.training", what=title))
+
+
+def _axes_of_steps(keys: Sequence[SeriesKey], words: Words) -> dict[str, Any]:
+    """Return what all marks over the steps have in common."""
+    step = number_axis("step", words("axis.step"))
+    return {"x": step, "color": colour_scale("arm", keys), "description": "about:N"}
 
 
 def _same(y: alt.Y, field: str) -> alt.Y:

@@ -16,7 +16,7 @@ from aqnpipe.artifacts.evaluations import EvaluationFiles, evaluation_files
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.options import aligned, console_of
 from aqnpipe.comparison.checkpoints import POWER, report_of
-from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
+from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluations
 from aqnpipe.config.cross_references import expected_layers
 from aqnpipe.config.dataset import Split
 from aqnpipe.config.evaluation import EvaluationConfig, settings_of
@@ -66,8 +66,9 @@ def evaluate_checkpoints(
         prepare_data(dataset.model_dump(), split, path)
     with _progress(len(specs) * len(first.evaluation.passes())) as show:
         made = [_evaluated(spec, folders[name], problems, output, show) for name, spec in specs.items()]
-    loaded = [load_evaluation(EvaluationInput(**vars(files)), first.evaluation.primary_scorer, alpha) for files in made]
-    report = report_of(loaded, sources, data, first, alpha)
+    inputs = [EvaluationInput(**vars(files)) for files in made]
+    loaded = load_evaluations(inputs, first.evaluation.primary_scorer, alpha)
+    report = report_of(list(loaded.values()), sources, data, first, alpha)
     write_json(output / "robustness.json", report)
     (output / "robustness.csv").write_text(_csv_of(report), encoding="utf-8")
     (output / "robustness.md").write_text("\n".join(markdown_of(report)) + "\n", encoding="utf-8")
