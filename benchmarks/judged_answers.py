@@ -144,7 +144,7 @@ def _claims(
 ) -> tuple[ClaimAtLook, ...]:
     seeds = seeds_after(study, earlier)
     there = {key: one for key, one in evaluations.items() if key[2] < seeds.get(key[1], 1)}
-    return claims_at(study, design, earlier, there, planned_looks(design), len(earlier) + 1)
+    return claims_at(study, design, earlier, there)
 
 
 def next_look_of(study: Study, folder: Path) -> LookFile:

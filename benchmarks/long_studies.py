@@ -176,8 +176,8 @@ def artifacts(num_evaluations: int) -> None:
     """Compare and report `num_evaluations` synthetic evaluations of 20 questions; print seconds and peak memory."""
     import synthetic_study as synthetic
 
-    from aqnpipe.comparison.stage import ComparisonOutputs, compare
-    from aqnpipe.report.stage import ReportOutputs, build_report
+    from aqnpipe.comparison.stage import compare
+    from aqnpipe.report.stage import build_report
 
     num_seeds = 10
     kinds = list(synthetic.ARMS)
@@ -197,11 +197,11 @@ def artifacts(num_evaluations: int) -> None:
         files = [path for path in folder.rglob("*") if path.is_file()]
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         began = time.perf_counter()
-        compare(study, made.evaluations, ComparisonOutputs.in_folder(folder))
+        compare(study, made.evaluations, folder)
         compared = time.perf_counter() - began
         after_comparing = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         began = time.perf_counter()
-        build_report(study, made.report_inputs(folder), ReportOutputs.in_folder(folder))
+        build_report(study, made.report_inputs(folder), folder)
         reported = time.perf_counter() - began
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         page = (folder / "report.html").stat().st_size / 1e6

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from smallest import parse
 
-from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.comparison.stage import compare
 from aqnpipe.config.study import Study
-from aqnpipe.report.stage import ReportOutputs, build_report
+from aqnpipe.report.stage import build_report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import synthetic_study as synthetic
@@ -94,9 +94,9 @@ def make(part: str, folder: Path, arguments: argparse.Namespace) -> None:
         study = large_study(arguments.arms, arguments.seeds)
         known.write_bytes(pickle.dumps(synthetic.write_study(folder, study, arguments.questions)))
     elif part == "compare":
-        compare(made.study, made.evaluations, ComparisonOutputs.in_folder(folder))
+        compare(made.study, made.evaluations, folder)
     else:
-        build_report(made.study, made.report_inputs(folder), ReportOutputs.in_folder(folder))
+        build_report(made.study, made.report_inputs(folder), folder)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{part}: {seconds:.1f} s, {cpu:.1f} s of processor time, {peak:.0f} MB", flush=True)  # noqa: T201
@@ -127,7 +127,7 @@ def main() -> None:
             sizes = [f"--{name}={getattr(arguments, name)}" for name in ("arms", "seeds", "questions")]
             command = [sys.executable, __file__, "--part", part, "--folder", str(folder), *sizes]
             subprocess.run(command, check=True)  # noqa: S603 - this file
-        page = ReportOutputs.in_folder(folder).html
+        page = folder / "report.html"
         opened = opening_seconds(page)
         opens = "no browser to open it" if opened is None else f"opens in {opened:.2f} s"
         print(f"page: {page.stat().st_size / 1e6:.2f} MB, {opens}")  # noqa: T201

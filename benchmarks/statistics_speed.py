@@ -24,7 +24,7 @@ from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import write_json, write_table
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.evaluations import EvaluationInput
-from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.comparison.stage import compare
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
@@ -134,7 +134,7 @@ def main() -> None:
             for checkpoint in StudyPlan(study).evaluations()
         ]
         start, start_cpu = time.perf_counter(), time.process_time()
-        compare(study, evaluations, ComparisonOutputs.in_folder(folder))
+        compare(study, evaluations, folder)
         seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
         verdicts = pl.read_parquet(folder / "comparisons.parquet")["verdict"].value_counts(sort=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

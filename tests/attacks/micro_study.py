@@ -20,7 +20,7 @@ from tiny_tokenizer import build_tokenizer
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
+from aqnpipe.comparison.stage import compare, existing_evaluations
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.config.study import Study, load_study_file
@@ -30,7 +30,7 @@ from aqnpipe.errors import RunInterruptedError
 from aqnpipe.evaluation import stage as evaluation
 from aqnpipe.models.loading import prepare_model
 from aqnpipe.report.inputs import inputs_of
-from aqnpipe.report.stage import ReportOutputs, build_report
+from aqnpipe.report.stage import build_report
 from aqnpipe.runtime import training as runtime
 from aqnpipe.runtime.evaluation_workers import evaluation_runner
 from aqnpipe.runtime.training import run_training_job
@@ -199,11 +199,11 @@ class MicroStudy:
 
     def compare(self) -> None:
         """Claims."""
-        compare(self.plan.study, existing_evaluations(self.plan), ComparisonOutputs.in_folder(Path("results")))
+        compare(self.plan.study, existing_evaluations(self.plan), Path("results"))
 
     def report(self) -> None:
         """The page."""
-        build_report(self.plan.study, inputs_of(self.plan), ReportOutputs.in_folder(Path("results")))
+        build_report(self.plan.study, inputs_of(self.plan), Path("results"))
 
     def write(self, arms: dict[str, Any]) -> None:
         """Write the study as files, with these arms."""

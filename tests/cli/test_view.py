@@ -22,7 +22,7 @@ from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.cli.main import app
 from aqnpipe.cli.view import open_server
-from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.comparison.stage import compare
 from aqnpipe.errors import ConfigError, DataError
 from aqnpipe.report import responses
 from aqnpipe.report.responses import ResponsePages, Responses, differing
@@ -37,7 +37,7 @@ def results(tmp_path_factory):
     made_in, folder = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("results")
     study = synthetic_study.study(arms=["baseline", "E5"], comparisons=[])
     made = synthetic_study.write_study(made_in, study, 40)
-    compare(study, made.evaluations, ComparisonOutputs.in_folder(folder))
+    compare(study, made.evaluations, folder)
     for source in made.evaluations:
         target = folder / "eval" / source.model / source.arm / f"seed{source.seed}" / f"step{source.step}.parquet"
         target.parent.mkdir(parents=True)

@@ -141,7 +141,7 @@ def test_margins_are_decided_as_the_interval_says(shift, margin):
 
 def test_a_larger_family_needs_more_data():
     small, large = (judged(answers(3, 0.62, 1), answers(3, 0.6, 2), family_size=n)[0] for n in (1, 20))
-    assert large.minimum_detectable > small.minimum_detectable
+    assert large.minimum_detectable_difference > small.minimum_detectable_difference
     parts = VarianceParts(seed=0.0, question=0.2, residual=0.1)
     assert questions_needed(parts, 3, 0.02, 0.05 / 40, 0.8) > questions_needed(parts, 3, 0.02, 0.05 / 2, 0.8)
 
@@ -157,7 +157,7 @@ def test_the_sentence_carries_the_numbers():
         assert points(judgement.ci_low) in text
         assert points(judgement.ci_high) in text
         assert f"p = {judgement.p_value:.2f}" in text
-        assert percent(judgement.minimum_detectable) in text
+        assert percent(judgement.minimum_detectable_difference) in text
     assert "3 seeds, 300 questions" in sentence.en
     assert "3 个种子，300 道题" in sentence.zh
 

@@ -13,7 +13,7 @@ from aqnpipe.artifacts.files import read_json, read_table, write_json
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.contrasts import refuse_bad_evaluation
 from aqnpipe.comparison.evaluations import RefusedError
-from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
+from aqnpipe.comparison.stage import compare, existing_evaluations
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
@@ -36,14 +36,14 @@ def artifacts(originals, tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    outputs = ComparisonOutputs.in_folder(tmp_path)
+    outputs = tmp_path
 
     def compared(study, evaluations):
         compare(study, evaluations, outputs)
         return (
-            read_table(outputs.accuracy, AccuracyTable),
-            read_table(outputs.comparisons, ComparisonTable),
-            read_json(outputs.claims, ClaimsFile),
+            read_table(outputs / "accuracy.parquet", AccuracyTable),
+            read_table(outputs / "comparisons.parquet", ComparisonTable),
+            read_json(outputs / "claims.json", ClaimsFile),
         )
 
     return compared

@@ -26,7 +26,7 @@ from aqnpipe.comparison.look_states import (
     seeds_after,
 )
 from aqnpipe.comparison.looks import probability_of_decision, take_look
-from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.comparison.stage import compare
 from aqnpipe.errors import ConfigError, DataError
 from aqnpipe.report.words import load_words
 from aqnpipe.statistics.crossed_effects import Estimate
@@ -274,10 +274,12 @@ def test_verdicts_and_answer_are_those_of_the_last_looks(study, evaluations, tmp
     looks = after(study(), evaluations, 3)
     plan = plan_after(study(), looks)
     wanted = set(plan.evaluations())
-    outputs = ComparisonOutputs.in_folder(tmp_path / "out")
+    outputs = tmp_path / "out"
     compare(plan.study, [one for one in evaluations if _key(one) in wanted], outputs, looks)
-    claims = read_json(outputs.claims, ClaimsFile)
-    rows = {row["comparison_id"]: row for row in read_table(outputs.comparisons, ComparisonTable).to_dicts()}
+    claims = read_json(outputs / "claims.json", ClaimsFile)
+    rows = {
+        row["comparison_id"]: row for row in read_table(outputs / "comparisons.parquet", ComparisonTable).to_dicts()
+    }
     assert {claim.comparison_id: claim.verdict for claim in claims.claims} == {
         "baseline-vs-pretrained@0": "supported",
         "E5b-vs-E5@0": "not_shown",
@@ -296,9 +298,9 @@ def test_verdicts_and_answer_are_those_of_the_last_looks(study, evaluations, tmp
 def test_before_the_first_look_nothing_is_decided(study, evaluations, tmp_path):
     plan = plan_after(study(), [])
     wanted = set(plan.evaluations())
-    outputs = ComparisonOutputs.in_folder(tmp_path / "out")
+    outputs = tmp_path / "out"
     compare(plan.study, [one for one in evaluations if _key(one) in wanted], outputs)
-    assert {claim.verdict for claim in read_json(outputs.claims, ClaimsFile).claims} == {"not_shown"}
+    assert {claim.verdict for claim in read_json(outputs / "claims.json", ClaimsFile).claims} == {"not_shown"}
 
 
 def test_the_record_names_what_was_tested(study, evaluations):
@@ -352,7 +354,7 @@ def test_claims_that_end_as_equivalent_do_not_relax_the_level_of_the_others(synt
             }
             for name, evidence in found.items():
                 after[name] = after[name].model_copy(update=looks._numbers(evidence, schedule, number))
-            after = looks._with_states(after, found, study, design, schedule, number)
+            after = looks._with_states(after, found, named, design, number)
         states_after = {claim.state for claim in after.values()}
         wrong += "supported" in states_after
         ended += "equivalent" in states_after

@@ -9,8 +9,8 @@ from made_up import evaluation_receipt, facts_of, record, rewrite_table
 from aqnpipe.artifacts.comparisons import AccuracyTable, ClaimsFile, ComparisonTable, RobustnessTable
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
-from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation, load_evaluations
-from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluations
+from aqnpipe.comparison.stage import compare
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
 
@@ -29,6 +29,12 @@ ROWS = [
     ("b", 0.1, 1, 0, False, True, False),
     ("b", 0.1, 1, 1, True, True, False),
 ]
+
+
+def load_one(source, scorer):
+    """The only evaluation of a source."""
+    (found,) = load_evaluations([source], scorer, 0.05).values()
+    return found
 
 
 def write(folder, rows):
@@ -53,7 +59,7 @@ def write(folder, rows):
 
 
 def test_samples_are_averaged_within_questions(tmp_path):
-    loaded = load_evaluation(write(tmp_path, ROWS), "strict", 0.05)
+    loaded = load_one(write(tmp_path, ROWS), "strict")
     assert loaded.problems == ()
     clean, noisy = loaded.levels[0.0], loaded.levels[0.1]
     assert (clean.num_samples, clean.noise_seeds, noisy.noise_seeds) == (2, (0,), (0, 1))
@@ -62,7 +68,7 @@ def test_samples_are_averaged_within_questions(tmp_path):
 
 
 def test_accuracy_is_the_mean_with_truncation_and_parse_failures_by_scorer(tmp_path):
-    rows = load_evaluation(write(tmp_path, ROWS), "harness_flexible", 0.05).accuracy
+    rows = load_one(write(tmp_path, ROWS), "harness_flexible").accuracy
     columns = ["num_questions", "num_noise_seeds", "num_samples", "accuracy", "truncated_fraction"]
     assert rows.select(columns).rows() == [(2, 1, 2, 3 / 4, 0.0), (2, 2, 2, 4 / 8, 3 / 8)]
     for name in ("fraction", *SCORERS):
@@ -71,12 +77,12 @@ def test_accuracy_is_the_mean_with_truncation_and_parse_failures_by_scorer(tmp_p
 
 
 def test_the_order_of_rows_does_not_matter(tmp_path):
-    loaded = load_evaluation(write(tmp_path, ROWS[::-1]), "strict", 0.05)
+    loaded = load_one(write(tmp_path, ROWS[::-1]), "strict")
     assert loaded.levels[0.1].correct.tolist() == [[0.5, 0.0], [1.0, 0.5]]
 
 
 def test_passes_with_unequal_samples_are_incomplete(tmp_path):
-    loaded = load_evaluation(write(tmp_path, ROWS[:-1]), "strict", 0.05)
+    loaded = load_one(write(tmp_path, ROWS[:-1]), "strict")
     assert [problem.reason for problem in loaded.problems] == [
         "base/E5 seed 0 step 10: noise level 0.1: questions differ by noise seed"
     ]
@@ -88,9 +94,9 @@ def test_equal_samples_of_a_question_do_not_look_like_another_level(tmp_path):
     table = pl.read_parquet(source.table)
     same = table.with_columns(response=pl.format("{} {}", "question_id", "noise_level"))
     rewrite_table(source, same)
-    assert load_evaluation(source, "strict", 0.05).levels[0.1].same_responses_as is None
+    assert load_one(source, "strict").levels[0.1].same_responses_as is None
     rewrite_table(source, same.with_columns(response=pl.col("question_id")))
-    assert load_evaluation(source, "strict", 0.05).levels[0.1].same_responses_as == 0.0
+    assert load_one(source, "strict").levels[0.1].same_responses_as == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +112,13 @@ def artifacts(made, tmp_path):
 
 
 def compared(artifacts, folder):
-    outputs = ComparisonOutputs.in_folder(folder)
+    outputs = folder
     compare(artifacts.study, artifacts.evaluations, outputs)
     return (
-        read_table(outputs.accuracy, AccuracyTable),
-        read_table(outputs.comparisons, ComparisonTable),
-        read_table(outputs.robustness, RobustnessTable),
-        read_json(outputs.claims, ClaimsFile),
+        read_table(outputs / "accuracy.parquet", AccuracyTable),
+        read_table(outputs / "comparisons.parquet", ComparisonTable),
+        read_table(outputs / "robustness.parquet", RobustnessTable),
+        read_json(outputs / "claims.json", ClaimsFile),
     )
 
 
@@ -175,7 +181,7 @@ def test_evaluations_that_are_read_together_are_those_that_are_read_alone(artifa
     assert len(together) == len(artifacts.evaluations)
     for source in artifacts.evaluations:
         found = together[source.model, source.arm, source.seed, source.step]
-        alone = load_evaluation(source, "strict", 0.05)
+        alone = load_one(source, "strict")
         assert found.accuracy.equals(alone.accuracy)
         assert (found.source, found.problems, found.setting) == (source, alone.problems, alone.setting)
         assert found.levels.keys() == alone.levels.keys() == {0.0, 0.05, 0.1}

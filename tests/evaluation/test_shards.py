@@ -7,7 +7,13 @@ import pytest
 from tiny_evaluation import evaluation_spec
 
 from aqnpipe.errors import WorkerError
-from aqnpipe.evaluation.shards import Shard, ShardResult, assembled_passes, local_shard_runner, shards_of
+from aqnpipe.evaluation.shards import (
+    SHARD_JSON,
+    SHARD_RESULT_JSON,
+    assembled_passes,
+    local_shard_runner,
+    shards_of,
+)
 
 PROMPTS = [[5] * length for length in (4, 9, 4, 2, 7)]
 
@@ -50,8 +56,9 @@ def test_a_pass_with_a_threshold_cached_from_its_first_call_is_one_shard():
 
 def test_shards_and_results_survive_json(results):
     shard = shards_of(spec(), PROMPTS)[7]
-    assert Shard.from_json(shard.to_json()) == shard
-    assert all(ShardResult.from_json(result.to_json()) == result for result in results)
+    assert SHARD_JSON.validate_json(SHARD_JSON.dump_json(shard)) == shard
+    written = [SHARD_RESULT_JSON.dump_json(result) for result in results]
+    assert [SHARD_RESULT_JSON.validate_json(text) for text in written] == list(results)
 
 
 def test_the_order_of_results_does_not_matter(results):

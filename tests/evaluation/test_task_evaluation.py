@@ -10,7 +10,7 @@ from harness_tasks import NUM_QUESTIONS, TASKS
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
+from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluations
 from aqnpipe.config.dataset import LmEvalDataset
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
@@ -88,7 +88,7 @@ def test_every_pass_of_a_task_has_grades_and_a_receipt(tmp_path, tasks, name):
         **{"model": "checkpoints", "arm": "tiny", "seed": 0, "step": 0},
         **{"table": outputs.table, "receipt": outputs.receipt, "record": outputs.record},
     )
-    loaded = load_evaluation(source, "task", 0.05)
+    (loaded,) = load_evaluations([source], "task", 0.05).values()
     assert loaded.problems == ()
     assert loaded.accuracy["accuracy"][0] == pytest.approx(table.filter(noise_level=0.0)["correct_task"].mean())
 

@@ -14,9 +14,9 @@ from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.diagnoses import Verdict
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.runs import RunRecord
-from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.comparison.stage import compare
 from aqnpipe.config.study import Study
-from aqnpipe.report.stage import ReportOutputs, build_report
+from aqnpipe.report.stage import build_report
 
 
 @pytest.fixture(scope="session")
@@ -46,16 +46,14 @@ class Built:
     def build(self, study=None, inputs=None, into=None) -> "Built":
         """Build the report again, from another study or other inputs; the same artifacts otherwise."""
         folder = into or self.folder
-        build_report(
-            study or self.study, inputs or self.made.report_inputs(self.folder), ReportOutputs.in_folder(folder)
-        )
+        build_report(study or self.study, inputs or self.made.report_inputs(self.folder), folder)
         return Built(study or self.study, self.made, folder)
 
 
 def make(synthetic, folder, study, num_questions=200) -> Built:
     """Write the artifacts of `study`, compare them and build the report."""
     made = synthetic.write_study(folder, study, num_questions)
-    compare(study, made.evaluations, ComparisonOutputs.in_folder(folder))
+    compare(study, made.evaluations, folder)
     return Built(study, made, folder).build()
 
 

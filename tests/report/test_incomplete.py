@@ -7,7 +7,7 @@ import pytest
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.comparison.stage import compare
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.report.inputs import inputs_of, read_inputs
 
@@ -26,7 +26,7 @@ def half(make_report, synthetic, tmp_path):
     for folder in ("runs/E5/seed1", "eval/E5/seed1", "srdd/target"):
         shutil.rmtree(tmp_path / folder)
     left = [evaluation for evaluation in built.made.evaluations if evaluation.table.exists()]
-    compare(study, left, ComparisonOutputs.in_folder(tmp_path))
+    compare(study, left, tmp_path)
     return built
 
 

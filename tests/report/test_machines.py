@@ -9,7 +9,7 @@ from aqnpipe.artifacts.files import write_json
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import OperatorNoise
-from aqnpipe.report.inputs import MeasuredMachine, ParityInput, ReportData
+from aqnpipe.report.inputs import MeasuredMachine, ReportData
 from aqnpipe.report.machines import Spread, machine_scales, noises_of, spread_of, times_by_operator
 from aqnpipe.report.words import load_words
 
@@ -124,8 +124,7 @@ def test_the_noises_are_those_of_evaluations_and_the_others_of_arms(made_up):
 def shown(made_up, machine=MACHINE, language="en", name="device"):
     path = f"{made_up.config.results_dir}/parity/base/{name}.json"
     data = ReportData(**dict.fromkeys(ReportData.__dataclass_fields__))
-    source = ParityInput("base", name, path)
-    data = ReportData(**{**vars(data), "parities": (MeasuredMachine(source, machine),)})
+    data = ReportData(**{**vars(data), "parities": (MeasuredMachine("base", name, path, machine),)})
     words = load_words(language, made_up.config.evaluation.noise_names())
     (found,) = machine_scales(made_up, data, words)
     return found
@@ -177,7 +176,7 @@ def test_page_and_summary_show_the_scale(synthetic, make_report, tmp_path):
     path = tmp_path / "parity.json"
     write_json(path, MACHINE)
     inputs = without.made.report_inputs(tmp_path)
-    inputs = type(inputs)(**{**vars(inputs), "parities": (ParityInput("base", "<b>npu</b>", path),)})
+    inputs = type(inputs)(**{**vars(inputs), "parities": (("base", "<b>npu</b>", path),)})
     page = without.build(inputs=inputs).html
     assert 'href="#scale"' in page
     assert "&lt;b&gt;npu&lt;/b&gt; (bfloat16) in a matrix product" in page

@@ -67,8 +67,7 @@ def group(heading: str, **claims: tuple[str, str]) -> ClaimGroup:
         ClaimRow(name, name, False, verdict, "", "", "", "", None, None, heading, role, "")
         for name, (role, verdict) in claims.items()
     )
-    decided = tuple(row for row in rows if not row.is_open)
-    return ClaimGroup(heading, "", decided, tuple(row for row in rows if row.is_open))
+    return ClaimGroup(heading, "", rows)
 
 
 SUPPORTED, INVALID, OPEN = ("", "supported"), ("", "invalid"), ("", "not_shown")
@@ -83,7 +82,7 @@ def test_claims_of_all_families_are_shown_in_their_order(most, shown):
     first = group("a", a1=SUPPORTED, a2=INVALID, a3=OPEN)
     second = group("b", p=("primary", "not_shown"), b1=SUPPORTED, b2=OPEN)
     found = shown_groups((first, second), most)
-    assert " ".join(row.comparison_id for one in found for row in (*one.decided, *one.open)) == shown
+    assert " ".join(row.comparison_id for one in found for row in one.rows) == shown
     assert sum(len(one.left_out) for one in found) == 6 - most
     if most == 6:
         assert found == (first, second)
@@ -91,7 +90,7 @@ def test_claims_of_all_families_are_shown_in_their_order(most, shown):
 
 def test_a_refuted_claim_is_shown_before_those_that_came_out_as_expected_and_the_others_are_counted():
     (found,) = shown_groups([group("a", a1=SUPPORTED, a2=SUPPORTED, a3=("", "refuted"), a4=OPEN)], 1)
-    assert [row.comparison_id for row in found.decided] == ["a3"]
+    assert [row.comparison_id for row in found.rows] == ["a3"]
     sentence = claims.left_out_claims(found.left_out, load_words("en"))
     assert sentence == "3 more claims are in comparisons.csv and claims.json: 2 supported, 1 not shown."
     assert claims.left_out_claims((), load_words("en")) == ""

@@ -8,7 +8,7 @@ from checksum_files import write_parquet_with_checksum
 
 from aqnpipe.artifacts.comparisons import Claim, ClaimsFile, SeedComparison
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.comparison.stage import ComparisonOutputs, compare
+from aqnpipe.comparison.stage import compare
 from aqnpipe.report import numbers
 from aqnpipe.report.claims import paired_table
 from aqnpipe.report.words import load_words
@@ -69,7 +69,7 @@ def test_seeds_add_up_with_every_kind_of_claim(synthetic, make_report, tmp_path,
         for source in built.made.evaluations:
             names = pl.when(number < 40).then(pl.lit("first")).otherwise(pl.lit("second"))
             write_parquet_with_checksum(source.table, pl.read_parquet(source.table).with_columns(cluster=names))
-        compare(study, built.made.evaluations, ComparisonOutputs.in_folder(tmp_path))
+        compare(study, built.made.evaluations, tmp_path)
         built = built.build()
     rows = {row["comparison_id"]: row for row in pl.read_parquet(tmp_path / "comparisons.parquet").to_dicts()}
     found = read_json(tmp_path / "claims.json", ClaimsFile).claims

@@ -16,7 +16,7 @@ from aqnpipe.artifacts.comparisons import ClaimsFile, MachineDifferenceTable
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.report import claims
 from aqnpipe.report.export import claims_panel, export_paper
-from aqnpipe.report.inputs import MeasuredMachine, ParityInput, read_inputs
+from aqnpipe.report.inputs import MeasuredMachine, read_inputs
 from aqnpipe.report.words import load_words
 
 
@@ -193,8 +193,7 @@ def test_measured_machines_and_evaluations_on_machines_are_written_too(built, tm
     data = read_inputs(built.made.report_inputs(built.folder))
     measured = parity([operator("q_proj", 0, relative_rms=0.002), operator("lm_head", relative_rms=0.001)])
     parities = tuple(
-        MeasuredMachine(ParityInput("base", name, f"results/parity/base/{name}.json"), measured)
-        for name in ("device", "target")
+        MeasuredMachine("base", name, f"results/parity/base/{name}.json", measured) for name in ("device", "target")
     )
     row = {"model": "base", "arm": "E5b", "step": 1, "machine": "device", "noise_level": 0.0, "num_questions": 10}
     missing = dict.fromkeys(set(MachineDifferenceTable.to_schema().columns) - row.keys())

@@ -97,11 +97,7 @@ class Artifacts:
     def report_inputs(self, folder: Path) -> ReportInputs:
         """The report's inputs, with the outputs of `compare` expected in `folder`."""
         return ReportInputs(
-            accuracy=folder / "accuracy.parquet",
-            comparisons=folder / "comparisons.parquet",
-            robustness=folder / "robustness.parquet",
-            differences=folder / "differences.parquet",
-            claims=folder / "claims.json",
+            compared=folder,
             published=self.published,
             test_problems=self.test_problems,
             runs=self.runs,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from aqnpipe.comparison.look_states import read_looks
-from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
+from aqnpipe.comparison.stage import compare, existing_evaluations
 from aqnpipe.config.plan import plan_of
 from aqnpipe.runtime.jobs import logged_job
 
@@ -11,5 +11,4 @@ with logged_job(Path(snakemake.log[0])):
     plan = plan_of(snakemake.params.study)
     looks = read_looks(plan.results, len(snakemake.input.looks))
     results = Path(plan.results)
-    outputs = ComparisonOutputs.in_folder(results)
-    compare(plan.study, existing_evaluations(plan), outputs, looks, results / "data" / "test.parquet")
+    compare(plan.study, existing_evaluations(plan), results, looks, results / "data" / "test.parquet")

@@ -127,12 +127,6 @@ def write_table(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameMode
     _write_with_checksum(target, buffer.getvalue())
 
 
-def write_table_and_csv(target: Path, table: pl.DataFrame, schema: type[pa.DataFrameModel]) -> None:
-    """Write a table as parquet, and as CSV beside it for other tools."""
-    write_table(target, table, schema)
-    write_csv(target.with_suffix(".csv"), table)
-
-
 def table_of(rows: Iterable[Mapping[str, Any]], schema: type[pa.DataFrameModel]) -> pl.DataFrame:
     """Return rows as a table with the columns of a schema, not validated; what a row lacks is null."""
     types = {name: column.dtype.type for name, column in schema.to_schema().columns.items()}

@@ -19,8 +19,9 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from aqnpipe.statistics.arrays import FloatArray
     from aqnpipe.statistics.clusters import Clusters
-    from aqnpipe.statistics.planning import FloatArray, Pilot
+    from aqnpipe.statistics.planning import Pilot
 
 
 class PlannedLevel(FrozenModel):

@@ -41,11 +41,11 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
     """
     from aqnpipe.artifacts.files import atomic_path, write_json
     from aqnpipe.comparison.look_states import plan_after, read_looks
-    from aqnpipe.comparison.stage import ComparisonOutputs, compare, existing_evaluations
+    from aqnpipe.comparison.stage import compare, existing_evaluations
     from aqnpipe.loss_study.comparison import compare_losses, existing_losses
     from aqnpipe.published.check import check_published_file
     from aqnpipe.report.inputs import inputs_of
-    from aqnpipe.report.stage import ReportOutputs, build_report
+    from aqnpipe.report.stage import build_report
 
     looks = read_looks(plan.results) if plan.study.adaptive_seeds else []
     plan = plan_after(plan.study, looks)
@@ -55,8 +55,7 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
     inputs = inputs_of(plan)
     with atomic_path(target) as folder:
         folder.mkdir()
-        outputs = ComparisonOutputs.in_folder(folder)
-        compare(plan.study, evaluations, outputs, looks, inputs.test_problems)
+        compare(plan.study, evaluations, folder, looks, inputs.test_problems)
         if published is not None:
             write_json(folder / "published.json", check_published_file(Path(published)))
         losses = {claims: folder / "loss_study" / claims.parent.name / claims.name for claims in inputs.loss_studies}
@@ -64,14 +63,14 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
             compare_losses(loss_inputs, plan.study.config.statistics, losses[claims])
         found = replace(
             inputs,
-            **vars(outputs),
+            compared=folder,
             published=folder / inputs.published.name if inputs.published else None,
             loss_studies=tuple(made if made.exists() else path for path, made in losses.items()),
         )
-        build_report(plan.study, found, ReportOutputs.in_folder(folder))
+        build_report(plan.study, found, folder)
         _refuse_other_files(target, {path.name for path in folder.iterdir()})
     yield f"compare: {len(evaluations)} of {plan.num_evaluations} evaluations exist"
-    yield f"report: {ReportOutputs.in_folder(target).html}"
+    yield f"report: {target / 'report.html'}"
 
 
 def _refuse_other_files(target: Path, written: set[str]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
 from aqnpipe.artifacts.comparisons import (
     CheckpointAccuracy,
@@ -20,11 +19,11 @@ from aqnpipe.comparison.contrasts import refuse_bad_evaluation
 from aqnpipe.comparison.evaluations import OF_THE_TOKENIZER, LoadedEvaluation, RefusedError, setting_difference
 from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.run import EvaluationSpec
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
 from aqnpipe.statistics.multiple_testing import Adjusted, adjusted_within_families
 from aqnpipe.statistics.sample_sizes import VarianceParts, questions_needed
 
-FloatArray = npt.NDArray[np.float64]
 Compared = tuple[CheckpointComparison, Estimate | None]
 """A comparison without its numbers, and their estimate; None where it was refused."""
 

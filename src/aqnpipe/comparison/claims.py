@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from aqnpipe.artifacts.base import Statement, statement
-from aqnpipe.artifacts.comparisons import Claim, ClaimAtLook, ClaimState, ClaimVerdict, LookFile
+from aqnpipe.artifacts.comparisons import Claim, ClaimAtLook, ClaimVerdict, LookFile
 from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts, Scores
 from aqnpipe.comparison.evaluations import LoadedEvaluation
 from aqnpipe.comparison.identity import comparison_ids
@@ -20,15 +20,6 @@ from aqnpipe.statistics.sample_sizes import MAX_SEEDS_SEARCHED
 
 _NOTABLE = 0.01
 """Differences below a point are not compared between scorers."""
-
-_VERDICTS: Mapping[ClaimState, ClaimVerdict] = {
-    "open": "not_shown",
-    "futile": "not_shown",
-    "supported": "supported",
-    "refuted": "refuted",
-    "equivalent": "equivalent",
-    "invalid": "invalid",
-}
 
 
 def statements_of(
@@ -191,7 +182,7 @@ def _why_not_shown(
     if not is_decidable(contrast, estimate):
         return [statement("claim.one_run")]
     found = []
-    limit, has_margin = judgement.minimum_detectable, contrast.comparison.margin is not None
+    limit, has_margin = judgement.minimum_detectable_difference, contrast.comparison.margin is not None
     if limit is not None and limit < 1:
         key = "inside_margin" if has_margin else "difference"
         found.append(statement(f"claim.detectable.{key}", limit=limit, power=settings.power))
@@ -293,11 +284,11 @@ def contrasts_at_looks(
 ) -> list[Contrast]:
     """Return every comparison on the seeds of the last look at it; none if the seeds are fixed."""
     claims = last_looks(study, looks)
+    named = comparison_ids(study.comparisons())
     of_seeds = {
         number: Contrasts(study.with_seeds(number), loaded)
         for number in sorted({claim.seeds for claim in claims.values()})
     }
-    named = comparison_ids(study.comparisons())
     return [of_seeds[claim.seeds].of(named[name], name) for name, claim in claims.items()]
 
 
@@ -310,7 +301,8 @@ def judgement_at_look(judgement: Judgement, claim: ClaimAtLook) -> Judgement:
     claimed, other = replace(judgement.claimed, p_value=claim.p_looks, p_holm=claim.p_holm), judgement.other
     if other is not None and claim.p_other is not None and claim.p_other_holm is not None:
         other = replace(other, p_value=claim.p_other, p_holm=claim.p_other_holm)
-    return replace(judgement, verdict=_VERDICTS[claim.state], claimed=claimed, other=other, **numbers)
+    verdict: ClaimVerdict = "not_shown" if claim.state == "open" or claim.state == "futile" else claim.state
+    return replace(judgement, verdict=verdict, claimed=claimed, other=other, **numbers)
 
 
 def look_statement(claim: ClaimAtLook, comparison: Comparison) -> Statement:

@@ -8,19 +8,17 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from aqnpipe.artifacts.comparisons import SeedComparison
 from aqnpipe.comparison.evaluations import LoadedEvaluation, Refusal, RefusedError, setting_difference
-from aqnpipe.comparison.identity import comparison_ids
 from aqnpipe.config.analysis import PRETRAINED, Comparison
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import NUMBER_SCORERS, SCORERS
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.clusters import Batches, Clusters
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
 from aqnpipe.statistics.seed_blocks import SeedBlocks, SeedVariance, distinct_runs
 
-FloatArray = npt.NDArray[np.float64]
 Checkpoint = tuple[str, str, int, int]
 """(model role, arm, seed, step)."""
 
@@ -132,10 +130,6 @@ class Contrasts:
         self._variances: dict[tuple[str, float, bool], ArmVariances] = {}
         # A control is part of every comparison, and a side of several in a row.
         self._at = lru_cache(maxsize=_SIDES_KEPT)(self._side_scores)
-
-    def of_all(self, comparisons: Sequence[Comparison]) -> list[Contrast]:
-        """Return every comparison with its data; comparisons of equal sides get numbered ids."""
-        return [self.of(comparison, name) for name, comparison in comparison_ids(comparisons).items()]
 
     def of(self, comparison: Comparison, identifier: str) -> Contrast:
         """Return a comparison with its data or with the reason for its refusal."""

@@ -5,11 +5,9 @@ Segments of the questions are those of one kind of problem, or of one number of 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 from statsmodels.stats.proportion import proportion_confint
 
@@ -20,11 +18,10 @@ from aqnpipe.comparison.judgement import largest_difference
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.robustness import mean_slopes, robustness_row
-
-FloatArray = npt.NDArray[np.float64]
 
 MIN_QUESTIONS = 10
 """A smaller segment is left out: its interval says nothing."""
@@ -115,15 +112,10 @@ def _estimated(contrast: Contrast, alpha: float) -> dict[str, Any]:
     return {"num_seeds": estimate.num_seeds, "num_questions": estimate.num_questions, **figures}
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """An A/A test: its p-value, and whether both sides have equal outcomes on every question."""
+_Outcome = tuple[float, bool]
+"""An A/A test: its p-value, and whether both sides have equal outcomes on every question."""
 
-    p_value: float
-    identical: bool
-
-
-_IDENTICAL = _Outcome(1.0, identical=True)
+_IDENTICAL: _Outcome = (1.0, True)
 
 
 def aa_control_rates(study: Study, contrasts: Contrasts) -> tuple[AAControlRate, ...]:
@@ -137,7 +129,8 @@ def aa_control_rates(study: Study, contrasts: Contrasts) -> tuple[AAControlRate,
         if contrast.refusal is None or contrast.refusal.kind == "model"
     ]
     alpha = study.config.statistics.alpha
-    across, single = [], []
+    across: list[_Outcome] = []
+    single: list[_Outcome] = []
     for contrast in found:
         scores = contrast.scores
         if scores is None:
@@ -146,10 +139,9 @@ def aa_control_rates(study: Study, contrasts: Contrasts) -> tuple[AAControlRate,
             continue
         if len(scores.seeds) > 1:
             estimate = scores.estimate()
-            across.append(_Outcome(estimate.two_sided_p(), estimate.spread is None and estimate.difference == 0))
+            across.append((estimate.two_sided_p(), estimate.spread is None and estimate.difference == 0))
         single += [
-            _Outcome(table.p_value, table.treatment_better + table.control_better == 0)
-            for table in scores.by_seed(1 - alpha)
+            (table.p_value, table.treatment_better + table.control_better == 0) for table in scores.by_seed(1 - alpha)
         ]
     rates = (_rate("across_seeds", across, alpha), _rate("single_runs", single, alpha))
     return tuple(rate for rate in rates if rate.tests)
@@ -170,14 +162,14 @@ def _aa_contrasts(study: Study, contrasts: Contrasts) -> list[Contrast]:
 
 
 def _rate(kind: Literal["across_seeds", "single_runs"], outcomes: Sequence[_Outcome], alpha: float) -> AAControlRate:
-    rejected = sum(outcome.p_value < alpha for outcome in outcomes)
+    rejected = sum(p_value < alpha for p_value, _ in outcomes)
     low, high = proportion_confint(rejected, max(len(outcomes), 1), alpha=alpha, method="beta")
     return AAControlRate(
         kind=kind,
         alpha=alpha,
         tests=len(outcomes),
         rejected=rejected,
-        identical=sum(outcome.identical for outcome in outcomes),
+        identical=sum(identical for _, identical in outcomes),
         ci_low=float(low),
         ci_high=float(high),
     )

@@ -113,25 +113,20 @@ def load_evaluations(
 ) -> dict[tuple[str, str, int, int], LoadedEvaluation]:
     """Read evaluations by (model role, arm, seed, step); DataError where a file is missing, malformed or not in units.
 
-    unit: batch makes the batches of questions their clusters.
+    `scorer` decides which responses are right: one of this package, or a function of the user's own. unit: batch makes
+    the batches of questions their clusters.
     """
     listed = list(sources)
     parts = (listed[start : start + _TOGETHER] for start in range(0, len(listed), _TOGETHER))
     found = (evaluation for part in parts for evaluation in _load_together(part, scorer_column(scorer), alpha, unit))
-    return {(one.source.model, one.source.arm, one.source.seed, one.source.step): one for one in found}
-
-
-def load_evaluation(source: EvaluationInput, scorer: str, alpha: float) -> LoadedEvaluation:
-    """Read one evaluation, its receipts and its record; DataError where a file is missing or malformed.
-
-    `scorer` decides which responses are right: one of this package, or a function of the user's own.
-    """
-    (found,) = _load_together([source], scorer_column(scorer), alpha)
-    return found
+    loaded = {(one.source.model, one.source.arm, one.source.seed, one.source.step): one for one in found}
+    # Tables of other columns are read later; the order is that of the sources.
+    keys = ((source.model, source.arm, source.seed, source.step) for source in listed)
+    return {key: loaded[key] for key in keys}
 
 
 def _load_together(
-    sources: Sequence[EvaluationInput], scorer: str, alpha: float, unit: TestedUnit = "question"
+    sources: Sequence[EvaluationInput], scorer: str, alpha: float, unit: TestedUnit
 ) -> Iterator[LoadedEvaluation]:
     """Yield evaluations whose tables are validated and summed up together, in an eighth of the time."""
     tables = _read_tables([source.table for source in sources])
@@ -247,21 +242,26 @@ OF_THE_TOKENIZER = "facts."
 """Prefix of settings that models with different tokenizers cannot have alike: token ids of prompts, end tokens."""
 
 
+def differing_settings(first: LoadedEvaluation, second: LoadedEvaluation) -> list[str]:
+    """Return the keys of the settings in which two evaluations differ, sorted."""
+    if first.setting == second.setting:
+        return []
+    keys = sorted({*first.setting, *second.setting})
+    return [key for key in keys if first.setting.get(key) != second.setting.get(key)]
+
+
 def setting_difference(first: LoadedEvaluation, second: LoadedEvaluation, *, of_tokenizers: bool = True) -> str | None:
     """Return the first difference between the settings of two evaluations, in words; None if there is none.
 
     `of_tokenizers`: count what follows from different tokenizers.
     """
-    if first.setting == second.setting:
-        return None
-    for key in sorted({*first.setting, *second.setting}):
+    for key in differing_settings(first, second):
         if key.startswith(OF_THE_TOKENIZER) and not of_tokenizers:
             continue
         if key == OF_ROLLOUTS and not (key in first.setting and key in second.setting):
             continue
         ours, theirs = first.setting.get(key, "absent"), second.setting.get(key, "absent")
-        if ours != theirs:
-            return f"{key} is {ours} for {first.source.name} and {theirs} for {second.source.name}"
+        return f"{key} is {ours} for {first.source.name} and {theirs} for {second.source.name}"
     return None
 
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aqnpipe.artifacts.comparisons import ClaimVerdict
-from aqnpipe.comparison.contrasts import Contrast, Scores
+from aqnpipe.comparison.contrasts import Contrast
 from aqnpipe.comparison.identity import error_families
 from aqnpipe.config.analysis import Comparison, StatisticsConfig, TestedClaim
 from aqnpipe.statistics.crossed_effects import Estimate
-from aqnpipe.statistics.multiple_testing import adjusted_within_families
+from aqnpipe.statistics.multiple_testing import adjusted_within_families, claim_p, distance_inside
 from aqnpipe.statistics.sample_sizes import VarianceParts, expected_spread, questions_needed, seeds_needed
 
 EFFECTS = (0.01, 0.02, 0.05)
@@ -23,13 +23,6 @@ class Evidence:
     estimate: Estimate
     p_value: float
     p_other: float | None
-
-    @property
-    def scores(self) -> Scores:
-        """The scores of the comparison; ValueError if it was refused."""
-        if self.contrast.scores is None:
-            raise ValueError(f"{self.contrast.comparison_id} was not accepted, so it has no scores")
-        return self.contrast.scores
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class Judgement:
     ci_low: float | None
     ci_high: float | None
     verdict: ClaimVerdict
-    minimum_detectable: float | None
+    minimum_detectable_difference: float | None
     seeds_needed: int | None
     questions_needed: int | None
     p_looks: float | None = None
@@ -71,17 +64,8 @@ class Judgement:
 
 
 def p_value_of(claim: TestedClaim, estimate: Estimate) -> float:
-    """Return the p-value of the test that the claim declares; a small p is evidence for the claim or its opposite.
-
-    superiority: two-sided against 0. non_inferiority: one-sided against -margin. equivalence: two one-sided tests
-    (Schuirmann 1987), the larger p.
-    """
-    margin = claim.margin
-    if margin is None:
-        return estimate.two_sided_p()
-    if claim.test == "non_inferiority":
-        return estimate.upper_p(-margin)
-    return max(estimate.upper_p(-margin), estimate.lower_p(margin))
+    """Return the p-value of the test that the claim declares."""
+    return claim_p((claim.test, claim.margin), estimate.two_sided_p, estimate.upper_p, estimate.lower_p)
 
 
 def beyond_margin_p(claim: TestedClaim, estimate: Estimate) -> float | None:
@@ -183,7 +167,7 @@ def judge(
         ci_low=interval.get("ci_low"),
         ci_high=interval.get("ci_high"),
         verdict=verdict,
-        minimum_detectable=_minimum_detectable(parts, estimate, *sizes) if can_be_decided else None,
+        minimum_detectable_difference=_minimum_detectable(parts, estimate, *sizes) if can_be_decided else None,
         seeds_needed=seeds_needed(parts, estimate.num_units, distance, *deciding) if more_seeds else None,
         questions_needed=estimate.questions_of(questions_needed(parts, estimate.num_seeds, distance, *deciding))
         if can_extrapolate
@@ -225,7 +209,5 @@ def _distance(claim: TestedClaim, difference: float) -> tuple[float, bool]:
 
     On either side of the bound the claim is decided: it is supported, or refuted.
     """
-    if claim.margin is None:
-        return abs(difference), False
-    inside = difference + claim.margin if claim.test == "non_inferiority" else claim.margin - abs(difference)
-    return abs(inside), inside > 0 or _is_other_one_sided(claim)
+    inside = distance_inside((claim.test, claim.margin), difference)
+    return abs(inside), claim.margin is not None and (inside > 0 or _is_other_one_sided(claim))

@@ -43,7 +43,8 @@ def lineage_problems(plan: StudyPlan) -> dict[Checkpoint, tuple[str, ...]]:
     """
     lineage = _Lineage(plan)
     found = {checkpoint: lineage.problems(checkpoint) for checkpoint in plan.evaluations()}
-    for (model, arm, *_), duplicates in lineage.equal_weights().items():
+    for duplicates in lineage.equal_weights():
+        model, arm, *_ = duplicates[0]
         has_learned = lineage.has_learned(duplicates[0])
         for checkpoint in duplicates:
             others = ", ".join(str(other[2]) for other in duplicates if other != checkpoint)
@@ -108,21 +109,18 @@ class _Lineage:
             *self._answer_problems(files.table),
         ]
 
-    def equal_weights(self) -> dict[tuple[str, str, int, str], list[Checkpoint]]:
-        """Return the trained checkpoints of one arm and step that have the same weights as another, or as the model.
-
-        Keys are model, arm, step and digest of the weights.
-        """
+    def equal_weights(self) -> list[list[Checkpoint]]:
+        """Return the trained checkpoints of one arm and step that have the same weights, or those of the model."""
         same: dict[tuple[str, str, int, str], list[Checkpoint]] = defaultdict(list)
         for checkpoint, digest in self._weights.items():
             model, arm, _, step = checkpoint
             same[model, arm, step, digest].append(checkpoint)
-        return {
-            key: checkpoints
-            for key, checkpoints in same.items()
-            if self._plan.prepared_model(key[0], key[1]) is None
-            and (len(checkpoints) > 1 or key[3] == self._prepared_weights(key[0]))
-        }
+        return [
+            checkpoints
+            for (model, arm, _, digest), checkpoints in same.items()
+            if self._plan.prepared_model(model, arm) is None
+            and (len(checkpoints) > 1 or digest == self._prepared_weights(model))
+        ]
 
     def has_learned(self, checkpoint: Checkpoint) -> bool:
         """Return whether a trained checkpoint has other weights than the model before training."""

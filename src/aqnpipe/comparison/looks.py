@@ -27,6 +27,7 @@ from aqnpipe.comparison.judgement import (
     verdict_of,
 )
 from aqnpipe.comparison.look_states import look_file, planned_looks, seeds_after
+from aqnpipe.config.analysis import Comparison
 from aqnpipe.config.study import Study
 from aqnpipe.statistics.group_sequential import Looks, look_adjusted_p, nominal_tails
 
@@ -41,18 +42,16 @@ def take_look(
     alpha, scorer = study.config.statistics.alpha, study.config.evaluation.primary_scorer
     loaded = load_evaluations(evaluations, scorer, alpha, study.config.statistics.unit)
     number = len(earlier) + 1
-    path = look_file(study.config.results_dir, number)
     before = look_file(study.config.results_dir, number - 1)
-    looks = planned_looks(design)
     record = LookFile(
         look=number,
-        seeds=looks.seeds_at(number),
+        seeds=planned_looks(design).seeds_at(number),
         seeds_per_arm=seeds_after(study, earlier),
         design=design,
         previous_sha256=sha256_of_file(before) if earlier else None,
-        claims=claims_at(study, design, earlier, loaded, looks, number),
+        claims=claims_at(study, design, earlier, loaded),
     )
-    write_json(path, record)
+    write_json(look_file(study.config.results_dir, number), record)
     return record
 
 
@@ -61,16 +60,16 @@ def claims_at(
     design: LookDesign,
     earlier: Sequence[LookFile],
     loaded: Mapping[Checkpoint, LoadedEvaluation],
-    looks: Looks,
-    number: int,
 ) -> tuple[ClaimAtLook, ...]:
-    """Return the claims after look `number`, tested on the evaluations so far."""
+    """Return the claims after the look that follows the earlier ones, tested on the evaluations so far."""
     known = {claim.comparison_id: claim for claim in earlier[-1].claims} if earlier else {}
+    looks, number = planned_looks(design), len(earlier) + 1
     seeds = looks.seeds_at(number)
     contrasts = Contrasts(study.with_seeds(seeds), loaded)
     claims: dict[str, ClaimAtLook] = {}
     found: dict[str, Evidence] = {}
-    for name, comparison in comparison_ids(study.comparisons()).items():
+    named = comparison_ids(study.comparisons())
+    for name, comparison in named.items():
         if name in known and known[name].state != "open":
             claims[name] = known[name]
             continue
@@ -82,7 +81,7 @@ def claims_at(
             continue
         found[name] = evidence = evidence_of(contrast, contrast.scores.estimate())
         claims[name] = start.model_copy(update=_numbers(evidence, looks, number))
-    return tuple(_with_states(claims, found, study, design, looks, number).values())
+    return tuple(_with_states(claims, found, named, design, number).values())
 
 
 def _numbers(evidence: Evidence, looks: Looks, number: int) -> dict[str, object]:
@@ -103,9 +102,8 @@ def _numbers(evidence: Evidence, looks: Looks, number: int) -> dict[str, object]
 def _with_states(
     claims: Mapping[str, ClaimAtLook],
     found: Mapping[str, Evidence],
-    study: Study,
+    named: Mapping[str, Comparison],
     design: LookDesign,
-    looks: Looks,
     number: int,
 ) -> dict[str, ClaimAtLook]:
     """Return the claims with p-values adjusted over their families, and with their states after this look.
@@ -113,7 +111,6 @@ def _with_states(
     A claim that was decided keeps its p-values and its place in the families. One that cannot be tested keeps its place
     with a p-value of 1.
     """
-    named = comparison_ids(study.comparisons())
     tests, others = adjusted_tests(
         named,
         {name: 1.0 if claim.p_looks is None else claim.p_looks for name, claim in claims.items()},
@@ -121,7 +118,7 @@ def _with_states(
         design.alpha,
     )
     return dict(claims) | {
-        name: _after_look(claims[name], evidence, (tests[name], others.get(name)), design, looks, number)
+        name: _after_look(claims[name], evidence, (tests[name], others.get(name)), design, number)
         for name, evidence in found.items()
     }
 
@@ -131,9 +128,9 @@ def _after_look(
     evidence: Evidence,
     tests: tuple[Tested, Tested | None],
     design: LookDesign,
-    looks: Looks,
     number: int,
 ) -> ClaimAtLook:
+    looks = planned_looks(design)
     verdict, tail = verdict_of(evidence.contrast, evidence.estimate, *tests, design.alpha)
     at_look = nominal_tails(looks, tail, number)[-1]
     interval = evidence.estimate.columns(1 - 2 * at_look, largest_difference(evidence.contrast.comparison))

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from aqnpipe.artifacts.comparisons import MachineDifferenceTable
-from aqnpipe.artifacts.files import read_json, table_of, write_table_and_csv
+from aqnpipe.artifacts.files import read_json, table_of, write_csv, write_table
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.contrasts import Checkpoint, checkpoint_name, refuse_bad_evaluation
-from aqnpipe.comparison.evaluations import LoadedEvaluation, RefusedError, load_evaluations
+from aqnpipe.comparison.evaluations import LoadedEvaluation, RefusedError, differing_settings, load_evaluations
 from aqnpipe.comparison.stage import existing_evaluations
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.statistics.crossed_effects import estimate_difference
@@ -42,7 +42,9 @@ def compare_machines(plan: StudyPlan, output: Path) -> None:
     for machine in settings.evaluation.machines:
         there = load_evaluations(existing_evaluations(plan.on(machine)), scorer, alpha)
         rows += ({"machine": machine} | row for row in _rows_of_machine(plan, here, there))
-    write_table_and_csv(output, table_of(rows, MachineDifferenceTable), MachineDifferenceTable)
+    table = table_of(rows, MachineDifferenceTable)
+    write_table(output, table, MachineDifferenceTable)
+    write_csv(output.with_suffix(".csv"), table)
 
 
 def _rows_of_machine(
@@ -81,16 +83,11 @@ def _pair(
         if getattr(ours, what) != getattr(theirs, what):
             name = what.replace("_", " ").removeprefix("num ")
             raise RefusedError("questions", f"{first.source.name}: the two evaluations have different {name}")
-    for key in _different(first, second):
+    for key in differing_settings(first, second):
         if key not in _DEVICE and _named(key) is None:
             found = f"{first.setting.get(key, 'absent')} and {second.setting.get(key, 'absent')}"
             raise RefusedError("setting", f"{first.source.name}: evaluated differently: {key} is {found}")
     return first, second
-
-
-def _different(first: LoadedEvaluation, second: LoadedEvaluation) -> list[str]:
-    keys = sorted({*first.setting, *second.setting})
-    return [key for key in keys if first.setting.get(key) != second.setting.get(key)]
 
 
 def _named(key: str) -> str | None:
@@ -116,7 +113,7 @@ def _compared(plan: StudyPlan, pairs: Sequence[_Pair], level: float) -> dict[str
         "device_here": _all_of(pair[0].setting["device"] for pair in pairs),
         "device_there": _all_of(pair[1].setting["device"] for pair in pairs),
         "trained_on": _trained_on(plan, pairs),
-        "differs_in": _all_of(name for pair in pairs for key in _different(*pair) if (name := _named(key))),
+        "differs_in": _all_of(name for pair in pairs for key in differing_settings(*pair) if (name := _named(key))),
     }
 
 

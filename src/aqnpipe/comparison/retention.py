@@ -19,7 +19,7 @@ from aqnpipe.artifacts.runs import (
     why_weights_are_gone,
 )
 from aqnpipe.comparison.contrasts import refuse_bad_evaluation
-from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, RefusedError, load_evaluation
+from aqnpipe.comparison.evaluations import EvaluationInput, LoadedEvaluation, RefusedError, load_evaluations
 from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import Keep
@@ -77,18 +77,15 @@ def _why_refused(evaluations: Sequence[LoadedEvaluation], levels: Sequence[float
 def _evaluations(plan: StudyPlan) -> list[LoadedEvaluation]:
     problems = lineage_problems(plan)
     config = plan.study.config
-    return [
-        load_evaluation(
-            EvaluationInput(
-                **vars(evaluation_files(Path(plan.results), *run, step, plan.machine)),
-                lineage_problems=problems[*run, step],
-            ),
-            config.evaluation.primary_scorer,
-            config.statistics.alpha,
+    inputs = [
+        EvaluationInput(
+            **vars(evaluation_files(Path(plan.results), *run, step, plan.machine)),
+            lineage_problems=problems[*run, step],
         )
         for run in plan.runs()
         for step in plan.checkpoint_steps
     ]
+    return list(load_evaluations(inputs, config.evaluation.primary_scorer, config.statistics.alpha).values())
 
 
 def _checkpoint(run: Path, step: int) -> Path:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +19,7 @@ from aqnpipe.artifacts.comparisons import (
     LookFile,
     RobustnessTable,
 )
+from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import (
     read_json,
     read_table,
@@ -27,7 +27,6 @@ from aqnpipe.artifacts.files import (
     write_csv,
     write_json,
     write_table,
-    write_table_and_csv,
 )
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_files
@@ -44,6 +43,7 @@ from aqnpipe.comparison.contrasts import (
     Checkpoint,
     Contrast,
     Contrasts,
+    Scores,
     checkpoint_name,
 )
 from aqnpipe.comparison.descriptive import aa_control_rates, difference_rows, robustness_rows, segment_effects
@@ -64,35 +64,7 @@ from aqnpipe.config.study import Study
 from aqnpipe.statistics.multiple_testing import interval_level
 from aqnpipe.statistics.sample_sizes import variance_parts
 
-__all__ = ["ComparisonOutputs", "EvaluationInput", "compare", "existing_evaluations"]
-
-_OF_JUDGEMENTS = (
-    *("verdict", "p_value", "p_looks", "interval_level", "ci_low", "ci_high"),
-    *("seeds_needed", "questions_needed"),
-)
-"""Columns that are fields of a judgement."""
-
-
-@dataclass(frozen=True)
-class ComparisonOutputs:
-    """Files that the compare stage writes. Each table is also written as CSV beside its parquet file."""
-
-    accuracy: Path
-    comparisons: Path
-    robustness: Path
-    differences: Path
-    claims: Path
-
-    @classmethod
-    def in_folder(cls, results: Path) -> "ComparisonOutputs":
-        """Return the standard paths in a study's results folder."""
-        return cls(
-            accuracy=results / "accuracy.parquet",
-            comparisons=results / "comparisons.parquet",
-            robustness=results / "robustness.parquet",
-            differences=results / "differences.parquet",
-            claims=results / "claims.json",
-        )
+__all__ = ["EvaluationInput", "compare", "existing_evaluations"]
 
 
 def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
@@ -100,20 +72,14 @@ def existing_evaluations(plan: StudyPlan) -> list[EvaluationInput]:
 
     Raises DataError if a file is damaged.
     """
-    files = zip(
-        plan.evaluations(),
-        *(map(Path, plan.evaluation_files(suffix)) for suffix in ("parquet", "receipt.json", "run.json")),
-        strict=True,
-    )
-    broken = lineage_problems(plan)
     return [
-        replace(
-            EvaluationInput(*checkpoint, *paths),
-            lineage_problems=broken[checkpoint],
+        EvaluationInput(
+            **vars(files),
+            lineage_problems=problems,
             rollouts=None if plan.prepared_model(*checkpoint[:2]) is not None else _rollouts(plan, *checkpoint[:3]),
         )
-        for checkpoint, *paths in files
-        if all(path.is_file() for path in paths)
+        for checkpoint, problems in lineage_problems(plan).items()
+        if (files := evaluation_files(Path(plan.results), *checkpoint, plan.machine)).exist
     ]
 
 
@@ -127,12 +93,13 @@ def _rollouts(plan: StudyPlan, model: str, arm: str, seed: int) -> str | None:
 def compare(
     study: Study,
     evaluations: Sequence[EvaluationInput],
-    outputs: ComparisonOutputs,
+    folder: Path,
     looks: Sequence[LookFile] = (),
     problems: Path | None = None,
 ) -> None:
     """Test every comparison on the last steps; write accuracies of all checkpoints, comparisons, robustness and claims.
 
+    Each table is written into `folder` as parquet and as CSV beside it, and the claims as claims.json.
     looks: of a study that adds seeds, all of them; they decide its claims. problems: file of the test questions, for
     effects by segment.
     A comparison that is not meaningful, or whose evaluations do not all exist, gets the verdict `invalid` and the
@@ -142,7 +109,10 @@ def compare(
     loaded = load_evaluations(evaluations, study.config.evaluation.primary_scorer, settings.alpha, settings.unit)
     contrasts = Contrasts(study, loaded)
     decided = last_looks(study, looks)
-    compared_pairs = contrasts_at_looks(study, loaded, looks) or contrasts.of_all(study.comparisons())
+    named = comparison_ids(study.comparisons())
+    compared_pairs = contrasts_at_looks(study, loaded, looks)
+    if not compared_pairs:
+        compared_pairs = [contrasts.of(comparison, name) for name, comparison in named.items()]
     rows, claims, families = judge_all(compared_pairs, settings, study, decided)
     accuracy = (
         pl.concat([evaluation.accuracy for evaluation in loaded.values()]) if loaded else table_of([], AccuracyTable)
@@ -152,17 +122,19 @@ def compare(
         accuracy = accuracy.with_columns(
             pl.col("noise_level").replace_strict(names, default=None, return_dtype=pl.String).alias("noise")
         )
-    write_table_and_csv(outputs.accuracy, accuracy.sort("model", "arm", "seed", "step", "noise_level"), AccuracyTable)
     compared = table_of(rows, ComparisonTable)
-    write_table(outputs.comparisons, compared, ComparisonTable)
-    write_csv(outputs.comparisons.with_suffix(".csv"), _with_reasons(compared, claims))
-    slopes = table_of(robustness_rows(study, contrasts), RobustnessTable)
-    write_table_and_csv(outputs.robustness, slopes, RobustnessTable)
-    differences = table_of(difference_rows(study, contrasts), DifferenceTable)
-    write_table_and_csv(outputs.differences, differences, DifferenceTable)
-    tables = (outputs.accuracy, outputs.comparisons, outputs.robustness, outputs.differences)
+    tables = {
+        "accuracy": (accuracy.sort("model", "arm", "seed", "step", "noise_level"), AccuracyTable),
+        "comparisons": (compared, ComparisonTable),
+        "robustness": (table_of(robustness_rows(study, contrasts), RobustnessTable), RobustnessTable),
+        "differences": (table_of(difference_rows(study, contrasts), DifferenceTable), DifferenceTable),
+    }
+    for name, (table, schema) in tables.items():
+        write_table(folder / f"{name}.parquet", table, schema)
+        write_csv(folder / f"{name}.csv", _with_reasons(compared, claims) if name == "comparisons" else table)
+    written = {f"{name}.parquet": folder / f"{name}.parquet" for name in tables}
     write_json(
-        outputs.claims,
+        folder / "claims.json",
         ClaimsFile(
             alpha=settings.alpha,
             power=settings.power,
@@ -171,26 +143,20 @@ def compare(
             claims=tuple(claims),
             aa_control_rates=aa_control_rates(study, contrasts),
             missing=missing_evaluations(study, set(loaded)),
-            answer=answer_of(claims, rows, decided, comparison_ids(study.comparisons()), settings.power),
+            answer=answer_of(claims, rows, decided, named, settings.power),
             looks=tuple(looks),
             segments=()
             if problems is None or not problems.is_file()
             else segment_effects(compared_pairs, read_table(problems, ProblemTable), settings.alpha),
-            tables_sha256=sha256_of_files({path.name: path for path in tables}),
+            tables_sha256=sha256_of_files(written),
         ),
     )
 
 
 def _with_reasons(compared: pl.DataFrame, claims: Sequence[Claim]) -> pl.DataFrame:
     """Return the comparisons with the columns claim and reason: why a comparison is invalid, empty for the others."""
-    texts = pl.DataFrame(
-        [
-            {"comparison_id": claim.comparison_id, "claim": claim.claim, "reason": claim.invalid_reason}
-            for claim in claims
-        ],
-        schema={"comparison_id": pl.String, "claim": pl.String, "reason": pl.String},
-    )
-    return compared.join(texts, on="comparison_id", how="left", maintain_order="left")
+    reasons = pl.Series("reason", [claim.invalid_reason for claim in claims], dtype=pl.String)
+    return compared.with_columns(pl.Series("claim", [claim.claim for claim in claims], dtype=pl.String), reasons)
 
 
 def missing_evaluations(study: Study, present: set[Checkpoint]) -> tuple[str, ...]:
@@ -225,10 +191,11 @@ def judge_all(
     rows, claims = [], []
     for contrast in contrasts:
         key, comparison = contrast.comparison_id, contrast.comparison
-        if contrast.refusal is None:
+        if contrast.scores is not None:
             own = tests[key], others.get(key)
-            row, found = _judged(evidence[key], own, sizes[family_of[key]], settings, decided.get(key))
-        else:
+            size = sizes[family_of[key]]
+            row, found = _judged(evidence[key], contrast.scores, own, size, settings, decided.get(key))
+        elif contrast.refusal is not None:
             row, found = _refused(
                 contrast.refusal, interval_level(settings.alpha, one_sided=comparison.margin is not None)
             )
@@ -248,13 +215,14 @@ def judge_all(
 
 def _judged(
     evidence: Evidence,
+    scores: Scores,
     tests: tuple[Tested, Tested | None],
     family_size: int,
     settings: StatisticsConfig,
     decided: ClaimAtLook | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the columns of a comparison that was tested, and the fields of its claim: statements and seeds."""
-    contrast, estimate, scores = evidence.contrast, evidence.estimate, evidence.scores
+    contrast, estimate = evidence.contrast, evidence.estimate
     evenness = 1.0 if scores.clusters is None else scores.clusters.evenness
     parts = variance_parts(scores.differences, scores.seed_variance, evenness)
     judgement = judge(contrast, estimate, parts, tests, family_size, settings)
@@ -284,9 +252,8 @@ def _judgement_columns(judgement: Judgement, *, has_margin: bool) -> dict[str, A
     other = None if judgement.p_value is None else judgement.other
     return {
         **({} if other is None else {name: other.p_value, f"{name}_holm": other.p_holm}),
-        **{column: getattr(judgement, column) for column in _OF_JUDGEMENTS},
+        **vars(judgement),
         "p_holm": None if judgement.p_value is None else judgement.claimed.p_holm,
-        "minimum_detectable_difference": judgement.minimum_detectable,
     }
 
 

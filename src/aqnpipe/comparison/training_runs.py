@@ -164,7 +164,7 @@ def compare_runs(
         if not shared:
             raise DataError(f"{names[0]} and {names[1]}: no step in common with a value of {name}")
         steps.update(shared)
-        rows.append(_row(name, (columns[0], columns[1]), curves, shared, alpha / len(present), is_paired=is_paired))
+        rows.append(_row(name, (columns[0], columns[1]), curves, shared, (alpha, len(present)), is_paired=is_paired))
     every = [set().union(*(run["step"].to_list() for run in group)) for group in groups]
     return RunComparison(
         first=names[0],
@@ -175,13 +175,8 @@ def compare_runs(
         num_steps=len(steps),
         only_one_side=len(every[0] ^ every[1]),
         alpha=alpha,
-        metrics=tuple(_adjusted(row, len(rows)) for row in rows),
+        metrics=tuple(rows),
     )
-
-
-def _adjusted(row: MetricDifference, number: int) -> MetricDifference:
-    p_value = None if row.p_adjusted is None else min(1.0, number * row.p_adjusted)
-    return row.model_copy(update={"p_adjusted": p_value})
 
 
 def _columns(
@@ -222,10 +217,12 @@ def _row(
     columns: tuple[str, str],
     curves: Sequence[np.ndarray[Any, np.dtype[np.float64]]],
     steps: Sequence[int],
-    alpha: float,
+    level: tuple[float, int],
     *,
     is_paired: bool,
 ) -> MetricDifference:
+    """Return the difference of a metric; `level`: alpha, and the number of metrics that share it."""
+    alpha, num_metrics = level
     first, second = curves
     finite = np.isfinite(first).all(0) & np.isfinite(second).all(0)
     is_lost = np.isfinite(first).all(0) != np.isfinite(second).all(0)
@@ -237,21 +234,13 @@ def _row(
     if is_paired or first.shape[0] == second.shape[0] == 1:
         same = (first == second) | (np.isnan(first) & np.isnan(second))
         unequal = next((step for step, equal in zip(steps, same.all(0), strict=True) if not equal), None)
-    row = MetricDifference(
-        metric=name,
-        columns=columns,
-        mean_first=mean_first,
-        mean_second=mean_second,
-        difference=mean_second - mean_first,
-        relative=(mean_second - mean_first) / size if size > 0 else None,
-        first_unequal=unequal,
-    )
-    found = compare_curves(first[:, finite], second[:, finite], alpha, paired=is_paired)
+    found = compare_curves(first[:, finite], second[:, finite], alpha / num_metrics, paired=is_paired)
     used = [step for step, one in zip(steps, finite, strict=True) if one]
     update: dict[str, Any] = {}
     if found is not None:
         index = found.first_beyond
-        update = {"ci_low": found.ci_low, "ci_high": found.ci_high, "p_adjusted": found.p_value}
+        p_adjusted = min(1.0, num_metrics * found.p_value)
+        update = {"ci_low": found.ci_low, "ci_high": found.ci_high, "p_adjusted": p_adjusted}
         if index is not None:
             beyond = {"difference_beyond": float(found.at_step[index]), "band_beyond": float(found.band[index])}
             update |= {"first_beyond": used[index]} | beyond
@@ -262,4 +251,13 @@ def _row(
         if first_beyond is None or lost < first_beyond:
             update |= {"first_beyond": lost, "difference_beyond": None, "band_beyond": None}
         update["p_adjusted"] = 0.0
-    return row.model_copy(update=update)
+    return MetricDifference(
+        metric=name,
+        columns=columns,
+        mean_first=mean_first,
+        mean_second=mean_second,
+        difference=mean_second - mean_first,
+        relative=(mean_second - mean_first) / size if size > 0 else None,
+        first_unequal=unequal,
+        **update,
+    )

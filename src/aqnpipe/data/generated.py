@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from aqnpipe.config.dataset import GeneratedDataset, GeneratedTask, Split
-from aqnpipe.data.stories import DISTRACTORS, NAMES, OBJECTS, OPENINGS, Difficulty, Problem, draw_problem
+from aqnpipe.data.stories import DISTRACTORS, NAMES, OBJECTS, OPENINGS, Difficulty, Problem, choose, draw_problem
 from aqnpipe.errors import DataError
 from aqnpipe.seeding import derive_seed
 
@@ -95,17 +95,17 @@ def _draw_comparison(rng: np.random.Generator, difficulty: Difficulty) -> Proble
     """
     num_steps = int(rng.integers(difficulty.min_steps, difficulty.max_steps + 1))
     people = [NAMES[index] for index in rng.permutation(len(NAMES))[: num_steps + 1]]
-    objects = _choose(rng, OBJECTS)
+    objects = choose(rng, OBJECTS)
     limit = int(rng.integers(2, difficulty.max_number + 1))
     numbers = [_draw_other_number(rng, limit, difficulty.max_number) for _ in people]
     facts = [
-        _choose(rng, OPENINGS).format(N=person, a=number, objects=objects)
+        choose(rng, OPENINGS).format(N=person, a=number, objects=objects)
         for person, number in zip(people, numbers, strict=True)
     ]
     has_distractor = bool(rng.random() < difficulty.distractor_probability)
     if has_distractor:
         facts.insert(int(rng.integers(len(facts) + 1)), _distraction(rng, objects, difficulty.max_number))
-    requested = _choose(rng, tuple(QUESTIONS))
+    requested = choose(rng, tuple(QUESTIONS))
     relations = ["more" if number > limit else "fewer" for number in numbers]
     tallies = accumulate(int(relation == requested) for relation in relations)
     worked = [
@@ -120,10 +120,6 @@ def _draw_comparison(rng: np.random.Generator, difficulty: Difficulty) -> Proble
     )
 
 
-def _choose(rng: np.random.Generator, options: tuple[str, ...]) -> str:
-    return options[int(rng.integers(len(options)))]
-
-
 def _draw_other_number(rng: np.random.Generator, taken: int, max_number: int) -> int:
     """Draw a number from 2 to `max_number` other than `taken`."""
     number = int(rng.integers(2, max_number))
@@ -132,9 +128,9 @@ def _draw_other_number(rng: np.random.Generator, taken: int, max_number: int) ->
 
 def _distraction(rng: np.random.Generator, objects: str, max_number: int) -> str:
     """Return a sentence with a number that must be ignored: of other objects, or an age."""
-    others = _choose(rng, tuple(other for other in OBJECTS if other != objects))
+    others = choose(rng, tuple(other for other in OBJECTS if other != objects))
     number = int(rng.integers(2, max_number + 1))
-    return _choose(rng, DISTRACTORS).format(D=_choose(rng, NAMES), d=number, others=others)
+    return choose(rng, DISTRACTORS).format(D=choose(rng, NAMES), d=number, others=others)
 
 
 _DRAW: dict[GeneratedTask, Callable[[np.random.Generator, Difficulty], Problem]] = {

@@ -22,15 +22,18 @@ _NO_ANSWER = "[invalid]"
 
 
 class HarnessTask:
-    """A loaded task. `documents`: its questions in the harness's order, which numbers them."""
+    """A loaded task. `documents`: its questions in the harness's order, which numbers them.
+
+    `filter_name`: the filter whose results count. `metric_name`: the metric that decides which responses are right.
+    """
 
     def __init__(self, settings: LmEvalDataset, task: Any, documents: list[Any]) -> None:
         self.settings = settings
         self._task = task
         self.documents = documents
         self.is_choice = task.config.output_type == "multiple_choice"
-        self._metric = _metric_of(task, settings)
-        self._filter = _filter_of(task, settings)
+        self.metric_name = _metric_of(task, settings)
+        self.filter_name = _filter_of(task, settings)
 
     @classmethod
     def load(cls, settings: LmEvalDataset) -> "HarnessTask":
@@ -54,16 +57,6 @@ class HarnessTask:
             )
         _refuse_unusable(tasks[0], settings)
         return cls(settings, tasks[0], documents)
-
-    @property
-    def filter_name(self) -> str:
-        """The filter whose results count."""
-        return self._filter
-
-    @property
-    def metric_name(self) -> str:
-        """The metric that decides which responses are right."""
-        return self._metric
 
     def problems(self) -> pl.DataFrame:
         """Return the questions as rows of `ProblemTable`, named by their numbers."""
@@ -97,13 +90,13 @@ class HarnessTask:
         kind = "loglikelihood" if self.is_choice else "generate_until"
         document, given = self.documents[number], self._given(response, number)
         instances = [Instance(kind, document, ("", ""), place, resps=[one]) for place, one in enumerate(given)]
-        chosen = next(each for each in self._task._filters if each.name == self._filter)
+        chosen = next(each for each in self._task._filters if each.name == self.filter_name)
         chosen.apply(instances)
-        filtered = [instance.filtered_resps[self._filter] for instance in instances]
-        found = self._task.process_results(document, filtered).get(self._metric)
+        filtered = [instance.filtered_resps[self.filter_name] for instance in instances]
+        found = self._task.process_results(document, filtered).get(self.metric_name)
         if found not in (0, 1):
             raise DataError(
-                f"task {self.settings.task}: metric {self._metric} is {found!r} for question {number}, expected 0 "
+                f"task {self.settings.task}: metric {self.metric_name} is {found!r} for question {number}, expected 0 "
                 "or 1: name another one as dataset.metric"
             )
         return Graded(self._answer(document, given, filtered), bool(found))
@@ -128,9 +121,9 @@ class HarnessTask:
 
     def _values(self, choices: Sequence[str], found: Sequence[float]) -> list[float]:
         """Return by what the metric ranks the choices; found: log-likelihoods with the prompt, and perhaps without."""
-        if self._metric == "acc_mutual_info":
+        if self.metric_name == "acc_mutual_info":
             return [given - alone for given, alone in zip(found, found[len(choices) :], strict=False)]
-        size = {"acc_norm": len, "acc_bytes": lambda text: len(text.encode())}.get(self._metric, lambda _: 1)
+        size = {"acc_norm": len, "acc_bytes": lambda text: len(text.encode())}.get(self.metric_name, lambda _: 1)
         return [value / max(size(choice), 1) for choice, value in zip(choices, found, strict=False)]
 
     def _gold(self, document: Any) -> str:

@@ -94,9 +94,6 @@ class _Story:
     def __post_init__(self) -> None:
         self.newcomers.remove(self.person)
 
-    def choose(self, options: tuple[str, ...]) -> str:
-        return options[int(self.rng.integers(len(options)))]
-
     def draw_newcomer(self) -> str:
         """Return a person not yet in the story; a second quantity of a person could contradict the first."""
         return self.newcomers.pop(int(self.rng.integers(len(self.newcomers))))
@@ -119,6 +116,11 @@ class _Story:
         self.value = result
 
 
+def choose(rng: np.random.Generator, options: tuple[str, ...]) -> str:
+    """Return one of the options, all equally probable."""
+    return options[int(rng.integers(len(options)))]
+
+
 def apply(operation: Operation, left: int, right: int) -> int:
     """Return `left operation right`; ValueError if a division leaves a remainder."""
     if operation == "+":
@@ -135,9 +137,7 @@ def apply(operation: Operation, left: int, right: int) -> int:
 def draw_problem(rng: np.random.Generator, difficulty: Difficulty) -> Problem:
     """Draw a problem: the number of steps and each operation are uniform among those allowed by `difficulty`."""
     num_steps = int(rng.integers(difficulty.min_steps, difficulty.max_steps + 1))
-    person, objects, containers = (
-        str(choices[int(rng.integers(len(choices)))]) for choices in (NAMES, OBJECTS, CONTAINERS)
-    )
+    person, objects, containers = choose(rng, NAMES), choose(rng, OBJECTS), choose(rng, CONTAINERS)
     story = _Story(rng, difficulty.max_number, person, objects, containers)
     _open(story)
     has_distractor = bool(rng.random() < difficulty.distractor_probability)
@@ -149,7 +149,7 @@ def draw_problem(rng: np.random.Generator, difficulty: Difficulty) -> Problem:
         _add_step(story, is_last=len(story.worked_steps) == num_steps - 1)
     if distractor_step == num_steps:
         _add_distractor(story)
-    question = story.question or story.choose(QUESTIONS).format(N=story.person, objects=story.objects)
+    question = story.question or choose(story.rng, QUESTIONS).format(N=story.person, objects=story.objects)
     return Problem(
         question=" ".join([*story.sentences, question]),
         answer="\n".join([*story.worked_steps, f"#### {story.value}"]),
@@ -164,12 +164,12 @@ def _open(story: _Story) -> None:
     if story.rng.random() < 0.2:
         groups = int(story.rng.integers(2, story.max_number // 2 + 1))
         each = int(story.rng.integers(2, story.max_number // groups + 1))
-        story.add_sentence(story.choose(GROUPS), a=groups, b=each)
+        story.add_sentence(choose(story.rng, GROUPS), a=groups, b=each)
         story.value = groups
         story.apply_step("*", each)
     else:
         story.value = int(story.rng.integers(2, story.max_number + 1))
-        story.add_sentence(story.choose(OPENINGS), a=story.value)
+        story.add_sentence(choose(story.rng, OPENINGS), a=story.value)
     story.last_named = story.person
 
 
@@ -198,11 +198,11 @@ def _add_step(story: _Story, is_last: bool) -> None:
         story.add_sentence(TOGETHER, M=other, b=operand)
         story.question = TOGETHER_QUESTION.format(objects=story.objects, N=story.person, M=other)
     elif story.rng.random() < 0.5:
-        story.add_sentence(story.choose(SAME_PERSON[operation]), M=other, b=operand)
+        story.add_sentence(choose(story.rng, SAME_PERSON[operation]), M=other, b=operand)
         story.last_named = None if story.sentences[-1].startswith(other) else story.person
     else:
         templates = OTHER_PERSON[operation] + WORDED.get((operation, operand), ())
-        story.add_sentence(story.choose(templates), M=other, b=operand)
+        story.add_sentence(choose(story.rng, templates), M=other, b=operand)
         story.person = other
         story.last_named = other if story.sentences[-1].startswith(other) else None
     story.apply_step(operation, operand)
@@ -210,7 +210,7 @@ def _add_step(story: _Story, is_last: bool) -> None:
 
 def _add_distractor(story: _Story) -> None:
     """Add a sentence with a number that the question does not need: of other objects, or an age."""
-    others = story.choose(tuple(objects for objects in OBJECTS if objects != story.objects))
+    others = choose(story.rng, tuple(objects for objects in OBJECTS if objects != story.objects))
     number = int(story.rng.integers(2, story.max_number + 1))
-    story.add_sentence(story.choose(DISTRACTORS), D=story.choose(NAMES), d=number, others=others)
+    story.add_sentence(choose(story.rng, DISTRACTORS), D=choose(story.rng, NAMES), d=number, others=others)
     story.last_named = None

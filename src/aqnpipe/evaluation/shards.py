@@ -56,15 +56,6 @@ class Shard:
     noise_seed: int
     batches: tuple[Batch, ...]
 
-    def to_json(self) -> str:
-        """Return the shard as JSON."""
-        return _SHARD.dump_json(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> "Shard":
-        """Return the shard that `to_json` wrote."""
-        return _SHARD.validate_json(text)
-
 
 @dataclass(frozen=True)
 class ShardResult:
@@ -80,18 +71,10 @@ class ShardResult:
     measurements: PassMeasurements
     facts: tuple[BatchFacts, ...] = ()
 
-    def to_json(self) -> str:
-        """Return the result as JSON; floats keep every bit."""
-        return _SHARD_RESULT.dump_json(self).decode()
 
-    @classmethod
-    def from_json(cls, text: str) -> "ShardResult":
-        """Return the result that `to_json` wrote."""
-        return _SHARD_RESULT.validate_json(text)
-
-
-_SHARD = TypeAdapter(Shard)
-_SHARD_RESULT = TypeAdapter(ShardResult)
+SHARD_JSON = TypeAdapter(Shard)
+SHARD_RESULT_JSON = TypeAdapter(ShardResult)
+"""Write and read what workers send each other; floats keep every bit."""
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,18 @@ def _write(
     """Write table, receipts and record; `machine`: device and backend of the record."""
     write_json(outputs.receipt, receipts)
     write_table(outputs.table, table, EvaluationTable)
-    record = _record(spec, digests, *machine)
-    write_json(outputs.record, record.model_copy(update={"outputs_sha256": _digests_of_outputs(outputs)}))
+    record = RunRecord(
+        stage="evaluate",
+        identity={"model": spec.model_role, "arm": spec.arm_id, "seed": spec.seed, "step": spec.step},
+        config=spec.model_dump(mode="json"),
+        code_digest=code_digest("aqnpipe.evaluation.stage"),
+        inputs_sha256=digests,
+        outputs_sha256=_digests_of_outputs(outputs),
+        versions=versions(),
+        device=machine[0],
+        generation=machine[1],
+    )
+    write_json(outputs.record, record)
 
 
 def is_evaluated(
@@ -214,24 +224,6 @@ def _digests_of_inputs(model_dir: Path, test_problems: Path, train_problems: Pat
     if train_problems is not None:
         digests["train_problems"] = sha256_of_file(train_problems)
     return digests | {name.removesuffix("_sha256"): digest for name, digest in file_digests(model_dir).items()}
-
-
-def _record(
-    spec: EvaluationSpec,
-    inputs_sha256: dict[str, str],
-    device: str,
-    generation: dict[str, str | int | bool],
-) -> RunRecord:
-    return RunRecord(
-        stage="evaluate",
-        identity={"model": spec.model_role, "arm": spec.arm_id, "seed": spec.seed, "step": spec.step},
-        config=spec.model_dump(mode="json"),
-        code_digest=code_digest("aqnpipe.evaluation.stage"),
-        inputs_sha256=inputs_sha256,
-        versions=versions(),
-        device=device,
-        generation=generation,
-    )
 
 
 def _evaluate_task(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from aqnpipe.artifacts.base import Statement, statement
@@ -24,11 +23,10 @@ from aqnpipe.config.analysis import Direction, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.clusters import Clusters, neighbours_vary_together
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference
 from aqnpipe.statistics.multiple_testing import holm_within_families
-
-FloatArray = npt.NDArray[np.float64]
 
 _NOISY_CONDITIONS = ("global", "targeted", "healthy_layers", "wrong_layers", "random_layers")
 """Conditions with a fault and with noise, named by the place of the noise."""

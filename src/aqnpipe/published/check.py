@@ -1,4 +1,7 @@
-"""Check published figures: is each possible, how precise is it, and which claims do they support?"""
+"""Check published figures: is each possible, how precise is it, and which claims do they support?
+
+Findings are statements for the report's catalogue of words.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,9 +34,9 @@ from aqnpipe.config.published import (
     PublishedLoss,
     PublishedSeries,
     RatioClaim,
+    ReportedNumbers,
 )
 from aqnpipe.config.yaml_file import load_yaml
-from aqnpipe.published import statements
 from aqnpipe.published.summary_tests import (
     Proportion,
     Result,
@@ -45,10 +48,13 @@ from aqnpipe.published.summary_tests import (
     questions_per_side,
     run_to_run_p,
 )
-from aqnpipe.statistics.continuous import Summary
+from aqnpipe.statistics.continuous import Summary, implied_correlation
 from aqnpipe.statistics.grim import agrees, nearest_percentages, possible_counts, possible_sizes
 from aqnpipe.statistics.multiple_testing import holm_within_families
 from aqnpipe.statistics.paired import minimum_detectable_difference
+
+_ROUNDING_UNITS = 1.0
+"""Reported differences and intervals may be off by a unit of their last digit: they come from rounded figures."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +166,8 @@ def _tested_losses(claim: LossClaim, published: PublishedFile, losses: Mapping[s
         for name in (claim.treatment, claim.control)
         if losses[name].above_uniform and (uniform := losses[name].uniform) is not None
     )
-    notes = tuple(statements.loss_notes(claim, *_summaries(claim, published)))
-    return _Tested(claim, _loss_result(claim, published, published.alpha), above, notes, p_run_to_run=None)
+    notes = tuple(_loss_notes(claim, *_summaries(claim, published)))
+    return _Tested(claim, _result(claim, published, published.alpha), above, notes, p_run_to_run=None)
 
 
 def _summaries(claim: LossClaim, published: PublishedFile) -> tuple[Summary, Summary]:
@@ -169,11 +175,16 @@ def _summaries(claim: LossClaim, published: PublishedFile) -> tuple[Summary, Sum
     return summaries[claim.treatment], summaries[claim.control]
 
 
-def _loss_result(claim: LossClaim, published: PublishedFile, alpha: float) -> Result:
-    runs = {loss.id: np.array(loss.values) for loss in published.losses}
-    treatment, control = runs[claim.treatment], runs[claim.control]
-    values = (treatment, control) if len(treatment) == len(control) > 0 else None
-    return losses_result(claim, *_summaries(claim, published), alpha, values)
+def _result(claim: PublishedClaim, published: PublishedFile, alpha: float) -> Result:
+    if isinstance(claim, LossClaim):
+        runs = {loss.id: np.array(loss.values) for loss in published.losses}
+        treatment, control = runs[claim.treatment], runs[claim.control]
+        values = (treatment, control) if len(treatment) == len(control) > 0 else None
+        return losses_result(claim, *_summaries(claim, published), alpha, values)
+    proportions = {accuracy.id: _proportion(accuracy) for accuracy in published.accuracies}
+    if isinstance(claim, AccuracyClaim):
+        return accuracies_result(claim, proportions[claim.treatment], proportions[claim.control], alpha)
+    return differences_result(claim, proportions, alpha)
 
 
 def _tested_accuracies(
@@ -181,8 +192,7 @@ def _tested_accuracies(
     published: PublishedFile,
     accuracies: Mapping[str, CheckedAccuracy],
 ) -> _Tested:
-    proportions = {accuracy.id: _proportion(accuracy) for accuracy in published.accuracies}
-    result = _accuracy_result(claim, proportions, published.alpha)
+    result = _result(claim, published, published.alpha)
     figures = [accuracies[name] for name in _names(claim)]
     p_run_to_run = None
     if published.run_scatter and isinstance(claim, AccuracyClaim) and claim.between_runs:
@@ -190,7 +200,7 @@ def _tested_accuracies(
     return _Tested(
         claim,
         result,
-        invalid=tuple(statements.impossible(figure) for figure in figures if not figure.possible),
+        invalid=tuple(_impossible(figure) for figure in figures if not figure.possible),
         notes=tuple(
             statement("note.ambiguous_count", name=figure.id, first=figure.correct[0], last=figure.correct[-1])
             for figure in figures
@@ -203,14 +213,6 @@ def _tested_accuracies(
 def _names(claim: AccuracyClaim | DifferencesClaim | RatioClaim) -> list[str]:
     pairs: Sequence[Pair | AccuracyClaim] = [claim] if isinstance(claim, AccuracyClaim) else [claim.first, claim.second]
     return list(dict.fromkeys(name for pair in pairs for name in (pair.treatment, pair.control)))
-
-
-def _accuracy_result(
-    claim: AccuracyClaim | DifferencesClaim | RatioClaim, proportions: Mapping[str, Proportion], alpha: float
-) -> Result:
-    if isinstance(claim, AccuracyClaim):
-        return accuracies_result(claim, proportions[claim.treatment], proportions[claim.control], alpha)
-    return differences_result(claim, proportions, alpha)
 
 
 def _is_counted(test: _Tested) -> bool:
@@ -254,12 +256,10 @@ def _claim(tested: _Tested, published: PublishedFile) -> CheckedClaim:
         questions_needed=questions_per_side(claim, result, published.alpha, published.power),
         verdict=verdict,
         statements=(
-            statements.numbers(result, confidence, p_holm),
+            _numbers(result, confidence, p_holm),
             *_conclusion(tested, verdict, published),
         ),
-        deviations=tuple(
-            deviation for reported in claim.reported for deviation in statements.deviations(reported, result)
-        ),
+        deviations=tuple(deviation for reported in claim.reported for deviation in _deviations(reported, result)),
     )
 
 
@@ -286,12 +286,7 @@ def _beyond_margin(claim: PublishedClaim, published: PublishedFile, family_size:
     """Return whether the interval at the family's strictest level lies beyond the margin of a claim that has one."""
     if claim.margin is None:
         return False
-    strictest = published.alpha / family_size
-    if isinstance(claim, LossClaim):
-        result = _loss_result(claim, published, strictest)
-    else:
-        proportions = {accuracy.id: _proportion(accuracy) for accuracy in published.accuracies}
-        result = _accuracy_result(claim, proportions, strictest)
+    result = _result(claim, published, published.alpha / family_size)
     if result.ci_low is None or result.ci_high is None:
         return False
     bound = claim.margin * result.scale
@@ -308,7 +303,7 @@ def _conclusion(tested: _Tested, verdict: ClaimVerdict, published: PublishedFile
         p, p_decides = tested.p_run_to_run, tested.p_run_to_run_holm
         runs = scatter.num_runs
         found.append(statement("evidence.run_to_run", points=scatter.points, runs=runs, p=p, p_holm=p_decides))
-    elif statements.assumes_equal_runs(tested.claim):
+    elif _assumes_equal_runs(tested.claim):
         found.append(statement("evidence.equal_runs"))
     needed = questions_per_side(tested.claim, tested.result, published.alpha, published.power)
     if verdict == "not_shown" and needed is not None and p_holm is not None and p_holm >= published.alpha:
@@ -345,3 +340,82 @@ def _detectable(size: Detectable, published: PublishedFile) -> CheckedDetectable
         asymptotic=asymptotic,
         deviations=deviations,
     )
+
+
+def _numbers(result: Result, level: float, p_holm: float | None) -> Statement:
+    """Return the difference in the unit of the claim, its interval at confidence `level`, and its p-values."""
+    return statement(
+        f"result.{result.unit}",
+        treatment=result.treatment,
+        control=result.control,
+        difference=result.difference,
+        details=(_interval(result, level), *_p_values(result.p_value, p_holm)),
+    )
+
+
+def _interval(result: Result, level: float) -> Statement:
+    if result.ci_low is not None and result.ci_high is not None:
+        return statement(f"detail.interval.{result.unit}", level=level, low=result.ci_low, high=result.ci_high)
+    return statement("detail.no_interval.unbounded" if result.unit == "ratio" else "detail.no_interval.no_variance")
+
+
+def _p_values(p_value: float | None, p_holm: float | None) -> list[Statement]:
+    if p_value is None:
+        return []
+    return [
+        statement("detail.p", p=p_value) if p_holm is None else statement("detail.p_and_holm", p=p_value, p_holm=p_holm)
+    ]
+
+
+def _impossible(accuracy: CheckedAccuracy) -> Statement:
+    """Return the statement that no count of correct answers gives an accuracy, with the nearest possible ones."""
+    below, above = accuracy.nearest
+    return statement(
+        "reason.impossible",
+        name=accuracy.id,
+        printed=accuracy.printed,
+        questions=accuracy.num_questions,
+        below=below,
+        above=above,
+    )
+
+
+def _assumes_equal_runs(claim: PublishedClaim) -> bool:
+    """Return whether a claim about training runs is tested over questions only, as if identical runs did not differ."""
+    return claim.between_runs if isinstance(claim, AccuracyClaim) else not isinstance(claim, LossClaim)
+
+
+def _loss_notes(claim: LossClaim, treatment: Summary, control: Summary) -> list[Statement]:
+    """Return what each reported p-value implies about a paired t-test."""
+    notes = []
+    for reported in claim.reported:
+        if reported.p_value is None or treatment.num != control.num:
+            continue
+        correlation = implied_correlation(treatment, control, float(reported.p_value))
+        if correlation is None:
+            notes.append(statement("note.no_paired_test", p=reported.p_value))
+        else:
+            notes.append(statement("note.paired_test", p=reported.p_value, source=reported.by, correlation=correlation))
+    return notes
+
+
+def _deviations(reported: ReportedNumbers, result: Result) -> list[Statement]:
+    """Return the statements on figures in `reported` that differ from the result by more than rounding."""
+    checks = (
+        ("difference", reported.difference, result.difference, _ROUNDING_UNITS),
+        ("ci_low", reported.ci_low, result.ci_low, _ROUNDING_UNITS),
+        ("ci_high", reported.ci_high, result.ci_high, _ROUNDING_UNITS),
+        ("p_value", reported.p_value, result.p_value, 0.5),
+    )
+    return [
+        _deviation(name, reported.by, printed, value)
+        for name, printed, value, units in checks
+        if printed is not None and (value is None or not agrees(value, printed, units))
+    ]
+
+
+def _deviation(name: str, source: str, printed: str, value: float | None) -> Statement:
+    quantity = statement(f"quantity.{name}")
+    if value is None:
+        return statement("deviation.not_computable", quantity=quantity, source=source, printed=printed)
+    return statement("deviation.number", quantity=quantity, source=source, printed=printed, value=value)

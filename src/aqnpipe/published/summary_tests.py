@@ -5,7 +5,7 @@ sides answered the same questions this is conservative; `largest_discordance` sa
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,8 +15,9 @@ from statsmodels.stats.proportion import confint_proportions_2indep, test_propor
 from aqnpipe.artifacts.base import Statement, statement
 from aqnpipe.config.analysis import TestedClaim
 from aqnpipe.config.published import AccuracyClaim, DifferencesClaim, LossClaim, Pair, RatioClaim, RunScatter
-from aqnpipe.statistics.continuous import FloatArray, Summary, paired_p_range, paired_t, welch_t
-from aqnpipe.statistics.multiple_testing import interval_level
+from aqnpipe.statistics.arrays import FloatArray
+from aqnpipe.statistics.continuous import Summary, paired_p_range, paired_t, welch_t
+from aqnpipe.statistics.multiple_testing import claim_p, distance_inside, interval_level
 
 Unit = Literal["points", "nats", "ratio"]
 _POINTS = 100.0
@@ -66,20 +67,6 @@ def confidence_of(claim: TestedClaim, alpha: float) -> float:
     return interval_level(alpha, one_sided=claim.margin is not None)
 
 
-def claim_p(
-    claim: TestedClaim, two_sided: Callable[[], float], above: Callable[[float], float], below: Callable[[float], float]
-) -> float:
-    """Return the p-value of the test that a claim declares, from its tests against 0 and, one-sided, against a bound.
-
-    Equivalence is two one-sided tests (Schuirmann 1987), the larger p.
-    """
-    if claim.margin is None:
-        return two_sided()
-    if claim.test == "non_inferiority":
-        return above(-claim.margin)
-    return max(above(-claim.margin), below(claim.margin))
-
-
 def accuracies_result(claim: AccuracyClaim, treatment: Proportion, control: Proportion, alpha: float) -> Result:
     """Compare two accuracies as independent samples: Wald z, or Agresti and Caffo's method if a side is 0 or 100 %."""
     extreme = any(side.fraction in (0.0, 1.0) for side in (treatment, control))
@@ -94,7 +81,7 @@ def accuracies_result(claim: AccuracyClaim, treatment: Proportion, control: Prop
         return float(test.pvalue)
 
     found = claim_p(
-        claim,
+        (claim.test, claim.margin),
         lambda: p_value(0.0, "two-sided"),
         lambda bound: p_value(bound, "larger"),
         lambda bound: p_value(bound, "smaller"),
@@ -202,12 +189,8 @@ def questions_per_side(claim: TestedClaim, result: Result, alpha: float, power: 
     """Return the questions per side that would show the observed difference, unpaired; None unless two accuracies."""
     if result.sides is None:
         return None
-    difference = result.difference / result.scale
-    if claim.margin is None:
-        distance, tail = abs(difference), alpha / 2
-    else:
-        distance = difference + claim.margin if claim.test == "non_inferiority" else claim.margin - abs(difference)
-        tail = alpha
+    distance = distance_inside((claim.test, claim.margin), result.difference / result.scale)
+    tail = alpha / 2 if claim.margin is None else alpha
     if distance <= 0:
         return None
     spread = sum(side.fraction * (1 - side.fraction) for side in result.sides)
@@ -251,7 +234,7 @@ def _fieller(
 def _p_of(claim: TestedClaim, difference: float, error: float, distribution: Any, scale: float = 1.0) -> float:
     """Return the p-value of a claim from an estimate and its standard error; `scale` converts its margin."""
     return claim_p(
-        claim,
+        (claim.test, claim.margin),
         lambda: float(2 * distribution.sf(abs(difference) / error)),
         lambda bound: float(distribution.sf((difference - scale * bound) / error)),
         lambda bound: float(distribution.sf((scale * bound - difference) / error)),

@@ -77,18 +77,19 @@ def cost_panels(rows: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> 
     """Return the wall time of every training run by arm, from zero; `rows` as `page.cost_rows`."""
     names = _present(keys, rows)
     about = told(rows, "mark.minutes", words, small=is_crowded(len(names), len(rows)))
-    chart = (
-        alt.Chart(about, width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
-        .mark_point(filled=True, size=36, opacity=1)
-        .encode(
-            alt.X("minutes:Q").title(words("axis.minutes")).scale(zero=True),
-            _arm_axis(names),
-            yOffset=alt.YOffset("seed:N").scale(paddingOuter=0.5),
-            color=colour_scale("arm", keys),
-            description="about:N",
-        )
-    )
+    x = alt.X("minutes:Q").title(words("axis.minutes")).scale(zero=True)
+    chart = _rows_of_arms(about, names, keys).mark_point(filled=True, size=36, opacity=1).encode(x)
     return [panel(words("costs.panel"), chart, words("alt.costs"))]
+
+
+def _rows_of_arms(rows: pl.DataFrame, names: Sequence[str], keys: Sequence[SeriesKey]) -> alt.Chart:
+    """Return an empty chart with a row per arm and its seeds below each other; `rows` as from `told`."""
+    return alt.Chart(rows, width=PANEL_WIDTH - 40, height=row_height(names) * len(names)).encode(
+        _arm_axis(names),
+        yOffset=alt.YOffset("seed:N").scale(paddingOuter=0.5),
+        color=colour_scale("arm", keys),
+        description="about:N",
+    )
 
 
 def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float], words: Words) -> alt.TopLevelMixin:
@@ -98,14 +99,14 @@ def _dot_rows(rows: pl.DataFrame, keys: Sequence[SeriesKey], bounds: list[float]
     x, low = (
         alt.X(f"{end}:Q").title(title).scale(domain=bounds, nice=True, zero=False) for end in ("accuracy", "ci_low")
     )
-    y, offset = _arm_axis(names), alt.YOffset("seed:N").scale(paddingOuter=0.5)
     seeds = told(rows, "mark.printed" if (rows["seed"] < 0).all() else "mark.accuracy", words, small=many)
-    base = alt.Chart(seeds, width=PANEL_WIDTH - 40, height=row_height(names) * len(names))
-    base = base.encode(y, yOffset=offset, color=colour_scale("arm", keys), description="about:N")
+    base = _rows_of_arms(seeds, names, keys)
     means = alt.Chart(told(mean_and_range(rows, "arm"), "mark.mean", words))
     layers = [
         base.mark_point(filled=True, size=12 if many else 36, opacity=1).encode(x),
-        means.mark_tick(thickness=2, size=9 if many else 26, color=INK).encode(x, y, description="about:N"),
+        means.mark_tick(thickness=2, size=9 if many else 26, color=INK).encode(
+            x, _arm_axis(names), description="about:N"
+        ),
     ]
     intervals = base.mark_rule(strokeWidth=1.4, opacity=0.7).encode(low, alt.X2("ci_high:Q"))
     return alt.layer(*([] if many else [intervals]), *layers)
@@ -243,8 +244,7 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
     rows = in_points(_with_levels(switched(told(differences, "mark.difference", words), "plain"), words))
     levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
     wide = _needs_width(len(rows), levels)
-    base = alt.Chart(rows, width=_WIDE if wide else PANEL_WIDTH, height=PANEL_HEIGHT + 30 * wide)
-    base = base.encode(_level_axis(levels, words), xOffset=_arm_offset(keys), color=colour_scale("arm", keys))
+    base = _over_levels(rows, levels, keys, words, wide=wide)
     chart = effects(base, words("axis.difference"), upright=True, opacity=0.8, rule_text="plain:N")
     reference = rows["reference"][0]
     return panel(
@@ -320,15 +320,15 @@ def accuracy_over_noise(
     levels = sorted(rows["noise_level"].unique().to_list())
     x = alt.X("noise_level:Q").title(words("axis.noise_scale")).axis(grid=False, values=levels)
     y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
-    colour = colour_scale("arm", keys)
-    lines = base_chart(means).mark_line(strokeWidth=2)
-    points = base_chart(means).mark_point(filled=True, size=30, opacity=1)
+    of_seeds, of_means = (
+        base_chart(table).encode(x, y, color=colour_scale("arm", keys), description="about:N")
+        for table in (rows, means)
+    )
+    lines = of_means.mark_line(strokeWidth=2)
     chart = alt.layer(
-        base_chart(rows)
-        .mark_point(size=18, opacity=0.55, filled=many)
-        .encode(x, y, color=colour, description="about:N"),
-        lines.encode(x, y, color=colour, strokeDash=dash_scale("arm", keys), description="plain:N"),
-        points.encode(x, y, color=colour, description="about:N"),
+        of_seeds.mark_point(size=18, opacity=0.55, filled=many),
+        lines.encode(strokeDash=dash_scale("arm", keys), description="plain:N"),
+        of_means.mark_point(filled=True, size=30, opacity=1),
     )
     return panel(words("robustness.accuracy"), chart, words("alt.robustness"))
 
@@ -342,14 +342,13 @@ def accuracy_by_name(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: W
     means = told(mean_and_range(rows, "arm", "noise_level", "level"), "mark.mean_at", words)
     levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
     wide = _needs_width(len(means), levels)
-    width, height = _WIDE if wide else PANEL_WIDTH, PANEL_HEIGHT + 30 * wide
-    x = _level_axis(levels, words)
     y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
-    common = {"xOffset": _arm_offset(keys), "color": colour_scale("arm", keys), "description": "about:N"}
-    seeds = alt.Chart(rows, width=width, height=height)
+    of_seeds, of_means = (
+        _over_levels(table, levels, keys, words, wide=wide).encode(y, description="about:N") for table in (rows, means)
+    )
     chart = alt.layer(
-        seeds.mark_point(size=18, opacity=0.55, filled=many).encode(x, y, **common),
-        alt.Chart(means, width=width, height=height).mark_point(filled=True, size=44, opacity=1).encode(x, y, **common),
+        of_seeds.mark_point(size=18, opacity=0.55, filled=many),
+        of_means.mark_point(filled=True, size=44, opacity=1),
     )
     return panel(words("robustness.named"), chart, words("alt.named"), wide=wide)
 
@@ -358,12 +357,14 @@ def _needs_width(num_marks: int, levels: Sequence[str]) -> bool:
     return num_marks > _MARKS_IN_A_SMALL_PANEL or sum(map(len, levels)) > _LETTERS_IN_A_SMALL_PANEL
 
 
-def _level_axis(levels: Sequence[str], words: Words) -> alt.X:
-    return alt.X("level:N").sort(list(levels)).title(words("axis.noise")).axis(grid=False, labelAngle=0, ticks=False)
-
-
-def _arm_offset(keys: Sequence[SeriesKey]) -> alt.XOffset:
-    return alt.XOffset("arm:N").sort([key.name for key in keys]).scale(paddingOuter=0.6)
+def _over_levels(
+    rows: pl.DataFrame, levels: Sequence[str], keys: Sequence[SeriesKey], words: Words, *, wide: bool
+) -> alt.Chart:
+    """Return an empty chart with the names of noise levels as categories, and the arms side by side at each."""
+    x = alt.X("level:N").sort(list(levels)).title(words("axis.noise")).axis(grid=False, labelAngle=0, ticks=False)
+    offset = alt.XOffset("arm:N").sort([key.name for key in keys]).scale(paddingOuter=0.6)
+    base = alt.Chart(rows, width=_WIDE if wide else PANEL_WIDTH, height=PANEL_HEIGHT + 30 * wide)
+    return base.encode(x, xOffset=offset, color=colour_scale("arm", keys))
 
 
 def _with_levels(rows: pl.DataFrame, words: Words) -> pl.DataFrame:

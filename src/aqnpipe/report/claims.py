@@ -76,20 +76,21 @@ class ClaimRow:
 
 @dataclass(frozen=True)
 class ClaimGroup:
-    """Claims of one family, or the controls: decided and invalid ones, and the open ones, which the page folds."""
+    """Claims of one family, or the controls, in the order of the page, which folds the open ones.
+
+    `left_out`: verdicts of claims that are not shown.
+    """
 
     heading: str
     line: str
-    decided: tuple[ClaimRow, ...]
-    open: tuple[ClaimRow, ...]
+    rows: tuple[ClaimRow, ...]
     left_out: tuple[str, ...] = ()
 
     def shortened(self, shown: Set[str]) -> "ClaimGroup":
         """Return the group with the claims of the ids in `shown`; the verdicts of the others are `left_out`."""
-        decided = tuple(row for row in self.decided if row.comparison_id in shown)
-        undecided = tuple(row for row in self.open if row.comparison_id in shown)
-        left_out = tuple(row.verdict for row in (*self.decided, *self.open) if row.comparison_id not in shown)
-        return replace(self, decided=decided, open=undecided, left_out=left_out)
+        kept = tuple(row for row in self.rows if row.comparison_id in shown)
+        left_out = tuple(row.verdict for row in self.rows if row.comparison_id not in shown)
+        return replace(self, rows=kept, left_out=left_out)
 
 
 @dataclass(frozen=True)
@@ -154,18 +155,16 @@ def left_out_claims(verdicts: Sequence[str], words: Words) -> str:
 
 
 def _group(heading: str, rows: Sequence[ClaimRow], words: Words) -> ClaimGroup:
-    decided = sorted((row for row in rows if not row.is_open), key=_first_shown)
     return ClaimGroup(
         heading=heading,
         line=counted_verdicts((row.verdict for row in rows), words),
-        decided=tuple(decided),
-        open=tuple(row for row in rows if row.is_open),
+        rows=tuple(sorted(rows, key=_first_shown)),
     )
 
 
 def shown_groups(groups: Sequence[ClaimGroup], most: int = MAX_CLAIMS_ON_PAGE) -> tuple[ClaimGroup, ...]:
     """Return the groups with at most `most` claims in all, the first ones by `_last_left_out` over all groups."""
-    rows = sorted((row for group in groups for row in (*group.decided, *group.open)), key=_last_left_out)
+    rows = sorted((row for group in groups for row in group.rows), key=_last_left_out)
     shown = {row.comparison_id for row in rows[:most]}
     return tuple(group.shortened(shown) for group in groups)
 

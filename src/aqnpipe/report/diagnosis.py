@@ -42,15 +42,6 @@ def verdict_tables(diagnoses: Sequence[Diagnosis], words: Words) -> tuple[Table,
     return table("diagnosis-verdicts", rows, words), table("diagnosis-reasons", rows, words)
 
 
-def layer_rows(diagnoses: Sequence[Diagnosis]) -> Iterator[dict[str, Any]]:
-    """Yield the metrics of every layer of every machine, with its sigma by the published rule and the reason."""
-    for diagnosis in diagnoses:
-        sigmas = diagnosis.sigmas
-        for row in diagnosis.layers.iter_rows(named=True):
-            own = {"sigma": sigmas.aqn.layer_sigmas.get(row["layer"]), "why": sigmas.reasons.get(row["layer"])}
-            yield row | {"machine": diagnosis.machine} | own
-
-
 def device_sentences(diagnoses: Sequence[Diagnosis], runs: Sequence[Run], words: Words) -> list[str]:
     """Return which machines were diagnosed on a device of their own, and on what arms were trained; else nothing."""
     named = [each for each in diagnoses if each.device]

@@ -73,12 +73,15 @@ def explored_pair(study: Study, comparisons: pl.DataFrame) -> ArmPair | None:
     return ArmPair(treatment=first["treatment"], control=first["control"], noise_level=first["treatment_level"])
 
 
-def flips(pair: ArmPair, study: Study, data: ReportData) -> tuple[pl.DataFrame, int, int]:
+def flips(pair: ArmPair | None, study: Study, data: ReportData) -> tuple[pl.DataFrame, int, int]:
     """Return (a row per seed and question that only one arm answers correctly, questions compared, seeds compared).
 
     After the last step; of the first sample and, at noisy levels, the first noise seed. A pretrained model is compared
-    with every seed.
+    with every seed. Empty if nothing can be compared.
     """
+    nothing = pl.DataFrame(schema=FLIP_COLUMNS), 0, 0
+    if pair is None:
+        return nothing
     evaluations = _of_model(pair, study, data)
     treatment, control = _last_by_seed(evaluations, pair.treatment), _last_by_seed(evaluations, pair.control)
     scorer = scorer_column(study.config.evaluation.primary_scorer)
@@ -93,18 +96,13 @@ def flips(pair: ArmPair, study: Study, data: ReportData) -> tuple[pl.DataFrame, 
         num_questions = max(num_questions, len(joined))
         parts.append(joined.with_columns(seed=pl.lit(seed, pl.Int64)))
     if not parts:
-        return no_flips()
+        return nothing
     flipped = pl.concat(parts).filter(pl.col("treatment_correct") != pl.col("control_correct"))
     questions = data.test_problems.select("question_id", "question", "gold_answer")
     named = flipped.join(questions, on="question_id", how="left").with_columns(
         treatment=pl.lit(pair.treatment), control=pl.lit(pair.control), noise_level=pl.lit(pair.noise_level)
     )
     return named.select(*FLIP_COLUMNS).sort("seed", "question_id"), num_questions, len(parts)
-
-
-def no_flips() -> tuple[pl.DataFrame, int, int]:
-    """Return what `flips` returns if nothing can be compared."""
-    return pl.DataFrame(schema=FLIP_COLUMNS), 0, 0
 
 
 def explorer(pair: ArmPair, flipped: pl.DataFrame, num_questions: int, num_seeds: int) -> Explorer:

@@ -70,34 +70,28 @@ class DiagnosisInput:
 
 
 @dataclass(frozen=True)
-class ParityInput:
-    """The parity of one model with a machine of the study, or with what a file was measured on."""
-
-    model: str
-    machine: str
-    path: Path
-
-
-@dataclass(frozen=True)
 class ReportInputs:
     """Paths of all artifacts that the report shows; the report lists those that do not exist.
 
-    `published` is None where the study names no published figures, `machines` where it evaluates on no further ones.
+    `parities`: of a model with a machine of the study, or with what a file was measured on: model, machine and file.
+    `compared` is the folder of what the compare stage writes. `published` is None where the study names no published
+    figures, `machines` where it evaluates on no further ones.
     """
 
-    accuracy: Path
-    comparisons: Path
-    robustness: Path
-    differences: Path
-    claims: Path
+    compared: Path
     published: Path | None
     test_problems: Path
     runs: tuple[RunInput, ...]
     evaluations: tuple[EvaluatedInput, ...]
     diagnoses: tuple[DiagnosisInput, ...]
     loss_studies: tuple[Path, ...] = ()
-    parities: tuple[ParityInput, ...] = ()
+    parities: tuple[tuple[str, str, Path], ...] = ()
     machines: Path | None = None
+
+    @property
+    def claims(self) -> Path:
+        """The claims of the study."""
+        return self.compared / "claims.json"
 
 
 @dataclass(frozen=True)
@@ -151,9 +145,11 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """A parity as it was read."""
+    """The parity of one model with a machine, as it was read from `path`."""
 
-    source: ParityInput
+    model: str
+    machine: str
+    path: Path
     parity: ParityFile
 
 
@@ -211,18 +207,14 @@ def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
         return DiagnosisInput(model, machine, folder / "layers.parquet", folder / "verdict.json", strategies)
 
     return ReportInputs(
-        accuracy=results / "accuracy.parquet",
-        comparisons=results / "comparisons.parquet",
-        robustness=results / "robustness.parquet",
-        differences=results / "differences.parquet",
-        claims=results / "claims.json",
+        compared=results,
         published=results / "published.json" if plan.study.config.statistics.published else None,
         test_problems=results / "data" / "test.parquet",
         runs=tuple(run_input(*run) for run in plan.runs()),
         evaluations=tuple(evaluated_input(*checkpoint) for checkpoint in plan.evaluations()),
         diagnoses=tuple(diagnosis_input(*names) for names in plan.diagnoses()),
         loss_studies=tuple(root / path for path in plan.loss_study_files("claims.json")),
-        parities=tuple(ParityInput(model, machine, root / path) for model, machine, path in plan.all_parities()),
+        parities=tuple((model, machine, root / path) for model, machine, path in plan.all_parities()),
         machines=results / "machines.parquet" if plan.study.config.evaluation.machines else None,
     )
 
@@ -258,19 +250,23 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         for one in inputs.diagnoses
     )
     loss_studies = _found(json(path, LossStudyFile) for path in inputs.loss_studies)
-    parities = [(one, json(one.path, ParityFile)) for one in inputs.parities]
+    parities = [(source, json(source[-1], ParityFile)) for source in inputs.parities]
     claims = json(inputs.claims, ClaimsFile) or _NO_CLAIMS
-    for path in (inputs.accuracy, inputs.comparisons, inputs.robustness, inputs.differences):
+    schemas = {
+        "comparisons": ComparisonTable,
+        "accuracy": AccuracyTable,
+        "robustness": RobustnessTable,
+        "differences": DifferenceTable,
+    }
+    files = {name: inputs.compared / f"{name}.parquet" for name in schemas}
+    for path in files.values():
         if path.name in claims.tables_sha256 and not has_digest(path, claims.tables_sha256[path.name]):
             raise DataError(f"{path}: not what was written with {inputs.claims} (SHA-256 differs); compare again")
-    compared = table(inputs.comparisons, ComparisonTable)
-    _refuse_other_verdicts(inputs.claims, claims, compared)
+    compared = {name: table(files[name], schema) for name, schema in schemas.items()}
+    _refuse_other_verdicts(inputs.claims, claims, compared["comparisons"])
     return ReportData(
         inputs=inputs,
-        accuracy=table(inputs.accuracy, AccuracyTable),
-        comparisons=compared,
-        robustness=table(inputs.robustness, RobustnessTable),
-        differences=table(inputs.differences, DifferenceTable),
+        **compared,
         claims=claims,
         published=json(inputs.published, PublishedCheck) if inputs.published else None,
         test_problems=table(inputs.test_problems, ProblemTable),
@@ -279,7 +275,7 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
         diagnoses=diagnoses,
         missing=tuple(missing),
         loss_studies=loss_studies,
-        parities=tuple(MeasuredMachine(files, parity) for files, parity in parities if parity),
+        parities=tuple(MeasuredMachine(*source, parity) for source, parity in parities if parity),
         machines=pl.DataFrame() if inputs.machines is None else table(inputs.machines, MachineDifferenceTable),
     )
 
@@ -306,33 +302,33 @@ def _schema_of(record: RunRecord) -> type[TrainingMetrics]:
 
 def _read_run(run: RunInput) -> Run:
     """Read the files of a run without validating its metrics: `read_inputs` validates those of all runs together."""
-    _refuse_foreign(run.record, {"model": run.model, "arm": run.arm, "seed": run.seed}, run.metrics, run.receipt)
+    identity: dict[str, str | int] = {"model": run.model, "arm": run.arm, "seed": run.seed}
     return Run(
         source=run,
         model=run.model,
         arm=run.arm,
         seed=run.seed,
+        record=_own_record(run.record, identity, run.metrics, run.receipt),
         metrics=read_unchecked_table(run.metrics),
         receipt=read_json(run.receipt, Receipt),
-        record=read_json(run.record, RunRecord),
         cost=read_cost(run.benchmark),
     )
 
 
-def _refuse_foreign(path: Path, identity: Mapping[str, str | int], *outputs: Path) -> None:
-    """Raise DataError if a record has another identity, or if an output does not match its digest in the record."""
+def _own_record(path: Path, identity: Mapping[str, str | int], *outputs: Path) -> RunRecord:
+    """Return a record; DataError if it has another identity, or if an output does not match its digest in it."""
     record = read_json(path, RunRecord)
     written = {output.name: output for output in outputs if output.name in record.outputs_sha256}
     for problem in record_problems(record, identity=identity, outputs=written):
         raise DataError(f"{path}: {problem}")
+    return record
 
 
 def _read_evaluated(files: EvaluatedInput) -> Evaluated:
-    _refuse_foreign(files.record, files.identity)
     return Evaluated(
         source=files,
+        record=_own_record(files.record, files.identity),
         receipts=read_json(files.receipt, EvaluationReceipts),
-        record=read_json(files.record, RunRecord),
         cost=read_cost(files.benchmark),
     )
 

@@ -6,7 +6,7 @@ scale s has exactly s. What the machine does is in a parity, measured on the sam
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import altair as alt
@@ -126,14 +126,25 @@ _DIFFERING = ("backend", "dtype", "attention", "device", "threads", "batch_size"
 """Properties that can differ between the sides of a parity; those that do name the machine."""
 
 
+_HEADERS = ("operator", "parity", "operators", "machine_error")
+"""Columns before those of the noises."""
+
+
 @dataclass(frozen=True)
 class MachineScale:
-    """The noises of the study in units of one measured machine. `brief` has the operators with noise alone."""
+    """The noises of the study in units of one measured machine."""
 
     heading: str
     sentences: tuple[str, ...]
     figure: Figure
-    brief: Table
+
+    @property
+    def brief(self) -> Table:
+        """The table of the operators with noise alone."""
+        (table,) = self.figure.tables
+        first = len(_HEADERS)
+        noised = (row for row in table.rows if any(cell != numbers.MISSING for cell in row.cells[first:]))
+        return replace(table, rows=tuple(noised))
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,7 @@ class _Column:
 
 def machine_scales(study: Study, data: ReportData, words: Words) -> tuple[MachineScale, ...]:
     """Return the noises of the study on the scale of every machine with a parity."""
-    parities = {str(measured.source.path): measured.parity for measured in data.parities}
+    parities = {str(measured.path): measured.parity for measured in data.parities}
     return tuple(_machine_scale(study, measured, parities, words) for measured in data.parities)
 
 
@@ -169,21 +180,19 @@ def _machine_scale(
     parity, machine = measured.parity, _named(measured, words)
     columns: list[_Column] = []
     without_size: list[_Column] = []
-    for noise in noises_of(study, measured.source.model, parity.first.attention):
+    for noise in noises_of(study, measured.model, parity.first.attention):
         times = {operator.name: found for operator, found in times_by_operator(noise.noise, parity, parities)}
         (columns if times else without_size).append(_Column(_name_of(noise, words), noise, times))
     panel = _picture(parity, columns, words)
-    table = _table(parity, columns, words, "machine-scale", only_noised=False)
     return MachineScale(
-        heading=words("scale.heading", model=measured.source.model, machine=machine),
+        heading=words("scale.heading", model=measured.model, machine=machine),
         sentences=tuple(_sentence(column, parity, machine, words) for column in columns),
         figure=Figure(
             _caption(parity, without_size, words),
             (PanelGroup([panel[0]], legend=panel[1]),) if panel else (),
-            (table,),
+            (_table(parity, columns, words),),
             alerts=_alerts(parity, words),
         ),
-        brief=_table(parity, columns, words, "machine-scale-brief", only_noised=True),
     )
 
 
@@ -210,7 +219,7 @@ def _named(measured: MeasuredMachine, words: Words) -> str:
     """Return the name of a measured machine: what of its second side is not as on its first."""
     first, second = measured.parity.first, measured.parity.second
     differing = [_setting(second, name) for name in _DIFFERING if getattr(first, name) != getattr(second, name)]
-    return words("scale.machine", machine=measured.source.machine, setting=", ".join(differing) or second.device)
+    return words("scale.machine", machine=measured.machine, setting=", ".join(differing) or second.device)
 
 
 def _setting(identity: CaptureIdentity, name: str) -> str:
@@ -237,27 +246,23 @@ def _sentence(column: _Column, parity: ParityFile, machine: str, words: Words) -
     )
 
 
-def _table(parity: ParityFile, columns: Sequence[_Column], words: Words, name: str, *, only_noised: bool) -> Table:
+def _table(parity: ParityFile, columns: Sequence[_Column], words: Words) -> Table:
     """Return a row for all products and one per kind of operator, in the order in which they run."""
     kinds: dict[str, list[OperatorParity]] = {}
     for operator in parity.operators:
         kinds.setdefault(operator.kind, []).append(operator)
     products = [operator for operator in parity.operators if operator.is_product]
     groups = {words("scale.all_products"): products, **kinds}
-    rows = tuple(
-        _row(kind, operators, columns, words)
-        for kind, operators in groups.items()
-        if not only_noised or any(column.over(operators) for column in columns)
-    )
+    rows = tuple(_row(kind, operators, columns, words) for kind, operators in groups.items())
     headers = (
-        *(words(f"column.{name}") for name in ("operator", "parity", "operators", "machine_error")),
+        *(words(f"column.{name}") for name in _HEADERS),
         *(words("scale.column", noise=column.name) for column in columns),
     )
     has_fused_noise = any(column.noise.noise.attention == "fused" for column in columns)
     notes = [words("scale.note")]
     if columns and not has_fused_noise and ATTENTION in kinds:
         notes.append(words("scale.attention"))
-    return Table(name, words("scale.table"), headers, rows, 2, words.paragraph(notes))
+    return Table("machine-scale", words("scale.table"), headers, rows, 2, words.paragraph(notes))
 
 
 def _row(kind: str, operators: Sequence[OperatorParity], columns: Sequence[_Column], words: Words) -> Row:

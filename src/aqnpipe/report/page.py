@@ -372,15 +372,18 @@ def _diagnosis_figure(study: Study, diagnoses: Sequence[Diagnosis], runs: Sequen
     keys = [SeriesKey(diagnosis.machine, number) for number, diagnosis in enumerate(diagnoses, start=1)]
     faults = [fault for diagnosis in diagnoses for fault in diagnosis.verdict.simulated_faults]
     fault_layers = [layer for fault in faults if isinstance(layer := fault.get("layer"), int)]
-    panels, constant = diagnosis.diagnosis_panels(layer_table(diagnoses), keys, fault_layers, words)
+    layers = layer_table(diagnoses)
+    reasons = {(one.machine, layer): why for one in diagnoses for layer, why in one.sigmas.reasons.items()}
+    rows = (row | {"why": reasons.get((row["machine"], row["layer"]))} for row in layers.iter_rows(named=True))
+    panels, constant = diagnosis.diagnosis_panels(layers, keys, fault_layers, words)
     caption = [words("diagnosis.caption")]
     caption += [words("diagnosis.rule")] if fault_layers else []
     caption += [words("diagnosis.constant", metrics=", ".join(constant))] if constant else []
     caption += diagnosis.device_sentences(diagnoses, runs, words)
     caption += diagnosis.guidance_sentences(study.arms, diagnoses, words)
-    strategies, reasons = diagnosis.strategy_group(diagnoses, words), diagnosis.strategy_table(diagnoses, words)
+    strategies, sigmas = diagnosis.strategy_group(diagnoses, words), diagnosis.strategy_table(diagnoses, words)
     return Figure(
         caption=words.paragraph(caption),
         groups=(PanelGroup(panels, legend=keys), *([strategies] if strategies else [])),
-        tables=(tables.table("layers", diagnosis.layer_rows(diagnoses), words), *([reasons] if reasons else [])),
+        tables=(tables.table("layers", rows, words), *([sigmas] if sigmas else [])),
     )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 from urllib.parse import quote, urlencode
 
 import polars as pl
@@ -30,9 +30,6 @@ from aqnpipe.report.words import Words, at_noise, visible
 
 _DIGITS = 9
 _WORDS = re.compile(r"\s+|[^\s]+")
-
-Frame = TypeVar("Frame", pl.DataFrame, pl.LazyFrame)
-
 
 _SCORERS = (*get_args(Scorer), CUSTOM_SCORER, "task")
 """All names of scorers in columns; `task` is a task of lm-evaluation-harness."""
@@ -194,7 +191,7 @@ class Responses:
 
     def _outcomes(self, model: str, arm: str, level: float, scorer: str, *, is_change: bool) -> pl.DataFrame:
         """Return the mean score of every seed and question at a level, less that without noise for a change."""
-        rows = pl.concat(self._scans([arm])).filter(pl.col("model") == model)
+        rows = self._rows([arm]).filter(pl.col("model") == model)
         correct, at_level = pl.col(f"correct_{scorer}"), pl.col("noise_level") == level
         score = correct.filter(at_level).mean()
         if is_change:
@@ -202,21 +199,18 @@ class Responses:
         return _collect(rows.group_by("question_id", "seed").agg(score.alias("score")))
 
     def _rows(self, arms: Sequence[str] = ()) -> pl.LazyFrame:
-        return pl.concat(self._scans(arms))
-
-    def _scans(self, arms: Sequence[str] = ()) -> list[pl.LazyFrame]:
         chosen = [checkpoint for checkpoint in self.checkpoints if not arms or checkpoint.arm in arms]
         if not chosen:
             raise DataError(f"found no evaluation of {', '.join(arms)}, expected {', '.join(self.arms)}")
-        return [
+        return pl.concat(
             pl.scan_parquet(one.table).with_columns(
                 model=pl.lit(one.model), arm=pl.lit(one.arm), seed=pl.lit(one.seed), step=pl.lit(one.step)
             )
             for one in chosen
-        ]
+        )
 
 
-def first_pass(evaluation: Frame, noise_level: float) -> Frame:
+def first_pass(evaluation: pl.DataFrame, noise_level: float) -> pl.DataFrame:
     """Return the rows at a level of the first sample and the first noise seed."""
     rows = evaluation.filter(pl.col("noise_level") == noise_level)
     return rows.filter(pl.col("noise_seed") == pl.col("noise_seed").min(), pl.col("sample") == 0)

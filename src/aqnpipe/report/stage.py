@@ -1,8 +1,6 @@
 """The report stage: one self-contained HTML page, a summary and a README in Markdown, and tables, from artifacts."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import polars as pl
 
@@ -15,8 +13,6 @@ from aqnpipe.report.markup import inline, page_template
 from aqnpipe.report.summary import readme, render_summary
 from aqnpipe.report.words import Words, at_noise, load_words
 
-__all__ = ["ReportOutputs", "build_report"]
-
 
 def write_pair(folder: Path, name: str, table: pl.DataFrame, left_out: tuple[str, ...] = ()) -> None:
     """Write `table` as <name>.parquet and, without the columns `left_out`, as <name>.csv; both atomically."""
@@ -25,45 +21,27 @@ def write_pair(folder: Path, name: str, table: pl.DataFrame, left_out: tuple[str
     write_csv(folder / f"{name}.csv", table.drop(left_out, strict=False))
 
 
-@dataclass(frozen=True)
-class ReportOutputs:
-    """Files that the stage writes. `tables` is the folder of training, layers and flips, each as .parquet and .csv."""
-
-    html: Path
-    summary: Path
-    tables: Path
-
-    @property
-    def readme(self) -> Path:
-        """The description of the results folder."""
-        return self.tables / "README.md"
-
-    @classmethod
-    def in_folder(cls, results: Path) -> Self:
-        """Return the paths that the pipeline uses."""
-        return cls(results / "report.html", results / "summary.md", results)
-
-
-def build_report(study: Study, inputs: ReportInputs, outputs: ReportOutputs) -> None:
+def build_report(study: Study, inputs: ReportInputs, folder: Path) -> None:
     """Write page, summary and tables from those files of `inputs` that exist; the same files give the same bytes.
 
+    Into `folder`: report.html, summary.md and README.md, and training, layers and flips, each as .parquet and .csv.
     The page names the files that do not exist. Raises DataError for malformed artifacts; then nothing is written.
     """
     data = read_inputs(inputs)
     words = load_words(study.config.report.language, study.config.evaluation.noise_names())
     pair = explorer.explored_pair(study, data.comparisons)
-    flipped, num_questions, num_seeds = explorer.flips(pair, study, data) if pair else explorer.no_flips()
+    flipped, num_questions, num_seeds = explorer.flips(pair, study, data)
     explored = explorer.explorer(pair, flipped, num_questions, num_seeds) if pair and num_seeds else None
     overview = claims.claims_overview(study, data, words)
     scales = machines.machine_scales(study, data, words)
     html = _render(study, data, words, overview, explored, scales)
-    write_text(outputs.readme, readme(study, words))
-    write_text(outputs.html, html)
+    write_text(folder / "README.md", readme(study, words))
+    write_text(folder / "report.html", html)
     last = page.last_steps(data.accuracy)
-    write_text(outputs.summary, render_summary(study, data, overview, last, scales, words))
-    write_pair(outputs.tables, "training", page.training_table(data.runs))
-    write_pair(outputs.tables, "layers", page.layer_table(data.diagnoses))
-    write_pair(outputs.tables, "flips", flipped, left_out=explorer.TEXT_COLUMNS)
+    write_text(folder / "summary.md", render_summary(study, data, overview, last, scales, words))
+    write_pair(folder, "training", page.training_table(data.runs))
+    write_pair(folder, "layers", page.layer_table(data.diagnoses))
+    write_pair(folder, "flips", flipped, left_out=explorer.TEXT_COLUMNS)
 
 
 def _render(

@@ -1,11 +1,11 @@
 """The summary of a study in Markdown, README.md of its results, and the lines on the terminal when it is finished."""
 
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import polars as pl
+from rich.cells import cell_len
 
 from aqnpipe.artifacts.comparisons import ClaimsFile, ComparisonTable
 from aqnpipe.artifacts.files import read_json, read_table
@@ -120,7 +120,7 @@ def _compared_arms(data: ReportData, shown: Set[str]) -> set[tuple[str, str]]:
 
 def _shown_claims(overview: ClaimsOverview) -> set[str]:
     groups = shown_groups(overview.groups, MAX_ROWS)
-    return {row.comparison_id for group in groups for row in (*group.decided, *group.open)}
+    return {row.comparison_id for group in groups for row in group.rows}
 
 
 def _accuracy_lines(study: Study, last: pl.DataFrame, compared: Set[tuple[str, str]], words: Words) -> list[str]:
@@ -151,10 +151,11 @@ def _scale_lines(scales: Sequence[MachineScale]) -> list[str]:
     lines = []
     for scale in scales:
         lines += [markdown(scale.heading), "", *(f"- {markdown(sentence)}" for sentence in scale.sentences), ""]
-        rows = [[markdown(row.cells[0]), *row.cells[1:]] for row in scale.brief.rows]
+        brief = scale.brief
+        rows = [[markdown(row.cells[0]), *row.cells[1:]] for row in brief.rows]
         if rows:
-            header = [markdown(head) for head in scale.brief.headers]
-            lines += [*numbers.markdown_table(header, rows), "", markdown(scale.brief.note), ""]
+            header = [markdown(head) for head in brief.headers]
+            lines += [*numbers.markdown_table(header, rows), "", markdown(brief.note), ""]
     return lines
 
 
@@ -201,18 +202,13 @@ def _verdict_lines(claims: ClaimsFile, results: Path, words: Words) -> list[str]
     table = read_table(results / "comparisons.parquet", ComparisonTable)
     rows = {row["comparison_id"]: row for row in table.iter_rows(named=True)}
     ordered = sorted(claims.claims, key=lambda claim: claim.verdict == "not_shown")
-    width = max((_width(words(f"verdict.{verdict}")) for verdict in VERDICT_SYMBOLS), default=0)
+    width = max((cell_len(words(f"verdict.{verdict}")) for verdict in VERDICT_SYMBOLS), default=0)
     lines = []
     for claim in ordered[:MAX_CLAIMS]:
         row, verdict = rows.get(claim.comparison_id, {}), words(f"verdict.{claim.verdict}")
         interval = words.span(row.get("ci_low"), row.get("ci_high"), numbers.points)
-        padding = " " * (width - _width(verdict))
+        padding = " " * (width - cell_len(verdict))
         amount = f"{numbers.points(row.get('difference')):>6} ({interval})"
         lines.append(f"  {verdict}{padding}  {amount:<24}  {visible(claim_text(claim, words))}")
     left = len(ordered) - MAX_CLAIMS
     return lines + ([f"  {words('more', count=left)}"] if left > 0 else [])
-
-
-def _width(text: str) -> int:
-    """Return the columns that `text` takes on a terminal: Chinese characters take two."""
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)

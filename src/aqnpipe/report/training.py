@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import altair as alt
 import polars as pl
@@ -250,34 +251,25 @@ def _curves(
         means, dots = means.filter(pl.col("low") > 0), dots.filter(pl.col("value") > 0)
         raw = raw.filter(raw > 0)
         y = y.scale(type="log").axis(values=_decades(raw))
-    x = number_axis("step", words("axis.step"))
-    colour, dash = colour_scale("arm", keys), dash_scale("arm", keys)
+    axes = _axes_of_steps(keys, words)
+
+    def over_steps(rows: pl.DataFrame, field: str = "mean") -> alt.Chart:
+        return base_chart(rows).encode(y=_same(y, field), **axes)
+
     layers: list[alt.Chart] = []
     if not dots.is_empty():
-        layers.append(
-            base_chart(dots)
-            .mark_point(filled=True, size=5)
-            .encode(x, _same(y, "value"), color=colour, description="about:N")
-        )
+        layers.append(over_steps(dots, "value").mark_point(filled=True, size=5))
     if (means["high"] > means["low"]).any():
-        band = base_chart(switched(means))
-        layers.append(
-            band.mark_area(opacity=0.16).encode(
-                x, _same(y, "low"), alt.Y2("high:Q"), color=colour, description="about:N"
-            )
-        )
-    lines = base_chart(switched(means)).mark_line(strokeWidth=1.9)
-    layers.append(lines.encode(x, y, color=colour, strokeDash=dash, description="about:N"))
+        layers.append(over_steps(switched(means), "low").mark_area(opacity=0.16).encode(alt.Y2("high:Q")))
+    lines = over_steps(switched(means)).mark_line(strokeWidth=1.9)
+    layers.append(lines.encode(strokeDash=dash_scale("arm", keys)))
     values = _values(means, words, title, VALUES_PER_LINE // thinning[2])
-    layers.append(
-        base_chart(values).mark_point(filled=True, size=90, opacity=0).encode(x, y, color=colour, description="about:N")
-    )
+    layers.append(over_steps(values).mark_point(filled=True, size=90, opacity=0))
     marked = _leap_marks(found, metrics, column, words)
     if marked is not None:
+        base = over_steps(marked)
         layers.append(
-            base_chart(marked)
-            .mark_point(shape="triangle-down", size=70, filled=True, opacity=1, stroke=INK, strokeWidth=1)
-            .encode(x, y, color=colour, description="about:N")
+            base.mark_point(shape="triangle-down", size=70, filled=True, opacity=1, stroke=INK, strokeWidth=1)
         )
     return panel(title, alt.layer(*layers), words("alt.training", what=title))
 
@@ -317,23 +309,25 @@ def _leap_marks(found: Sequence[Leap], metrics: pl.DataFrame, column: str, words
 
 def _sigma_panel(table: pl.DataFrame, keys: Sequence[SeriesKey], words: Words) -> Panel:
     first_seed = table.filter(pl.col("seed") == pl.col("seed").min().over("arm")).sort("arm", "step")
-    x = number_axis("step", words("axis.step"))
+    axes = _axes_of_steps(keys, words)
     logarithmic = alt.Scale(type="log")
-    decades = _decades(table["sigma_requested"])
-    colour = colour_scale("arm", keys)
-    requested = base_chart(switched(first_seed))
+    y = alt.Y("sigma_requested:Q").title(words("axis.sigma_requested")).scale(logarithmic)
+    y = y.axis(values=_decades(table["sigma_requested"]))
+    requested = base_chart(switched(first_seed)).mark_line(strokeWidth=1.6, interpolate="step-after")
     measured = base_chart(told(first_seed, "mark.sigma", words).filter(pl.col("sigma_measured") > 0))
-    y = alt.Y("sigma_requested:Q").title(words("axis.sigma_requested")).scale(logarithmic).axis(values=decades)
+    points = measured.mark_point(filled=True, size=14, opacity=1)
     chart = alt.layer(
-        requested.mark_line(strokeWidth=1.6, interpolate="step-after").encode(
-            x, y, color=colour, strokeDash=dash_scale("arm", keys), description="about:N"
-        ),
-        measured.mark_point(filled=True, size=14, opacity=1).encode(
-            x, alt.Y("sigma_measured:Q").scale(logarithmic), color=colour, description="about:N"
-        ),
+        requested.encode(y=y, strokeDash=dash_scale("arm", keys), **axes),
+        points.encode(y=alt.Y("sigma_measured:Q").scale(logarithmic), **axes),
     )
     title = words("training.sigma")
     return panel(title, chart, words("alt.training", what=title))
+
+
+def _axes_of_steps(keys: Sequence[SeriesKey], words: Words) -> dict[str, Any]:
+    """Return what all marks over the steps have in common."""
+    step = number_axis("step", words("axis.step"))
+    return {"x": step, "color": colour_scale("arm", keys), "description": "about:N"}
 
 
 def _same(y: alt.Y, field: str) -> alt.Y:

@@ -23,6 +23,8 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.device import Device, RequestedDevice, resolve_device
 from aqnpipe.errors import AqnpipeError, WorkerError
 from aqnpipe.evaluation.shards import (
+    SHARD_JSON,
+    SHARD_RESULT_JSON,
     OpenShardRunner,
     Shard,
     ShardResult,
@@ -113,11 +115,11 @@ class EvaluationActor:
             }
         )
 
-    def run(self, shard: str) -> str:
+    def run(self, shard: bytes) -> bytes:
         """Run a shard (a `Shard` as JSON); return its `ShardResult` as JSON."""
         if self._spec is None or self._generator is None:
             raise RuntimeError("no checkpoint was loaded; this is a bug")
-        return run_shard(self._generator, self._spec, Shard.from_json(shard)).to_json()
+        return SHARD_RESULT_JSON.dump_json(run_shard(self._generator, self._spec, SHARD_JSON.validate_json(shard)))
 
 
 class _ActorPool:
@@ -207,7 +209,7 @@ class _ActorPool:
         while waiting or under_way:
             while waiting and idle:
                 number, shard = idle.popleft(), waiting.popleft()
-                under_way[self._actors[number].run.remote(shard.to_json())] = number, shard
+                under_way[self._actors[number].run.remote(SHARD_JSON.dump_json(shard))] = number, shard
             if not under_way:
                 raise WorkerError(
                     f"no evaluation worker of {self._num_workers} is left, the last one {ended}: {len(waiting)} of "
@@ -216,7 +218,7 @@ class _ActorPool:
             (done, *_), _ = ray.wait(list(under_way), num_returns=1)
             number, shard = under_way.pop(done)
             try:
-                result = ShardResult.from_json(ray.get(done))
+                result = SHARD_RESULT_JSON.validate_json(ray.get(done))
             except (RayActorError, OutOfMemoryError) as error:
                 del self._actors[number]
                 waiting.appendleft(shard)

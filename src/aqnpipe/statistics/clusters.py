@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-FloatArray = npt.NDArray[np.float64]
+from aqnpipe.statistics.arrays import FloatArray
 
 NOTABLE_TAIL_Z = 3.3
 """Score of a correlation that chance exceeds once in 2,000 comparisons."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from aqnpipe.errors import DataError
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.clusters import Clusters
-from aqnpipe.statistics.crossed_effects import FloatArray, Method, estimate_difference
+from aqnpipe.statistics.crossed_effects import Method, estimate_difference
 
 
 @dataclass(frozen=True)

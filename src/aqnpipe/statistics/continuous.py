@@ -3,11 +3,9 @@
 import math
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
-FloatArray = npt.NDArray[np.float64]
+from aqnpipe.statistics.arrays import FloatArray
 
 
 @dataclass(frozen=True)

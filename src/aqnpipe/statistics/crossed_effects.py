@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.paired import PairedCounts, paired_counts, score_interval, score_p, tango_p
 from aqnpipe.statistics.seed_blocks import SeedVariance
 from aqnpipe.statistics.spread import SMALLEST_VARIANCE, Spread, VariancePart, spread_of
 
-FloatArray = npt.NDArray[np.float64]
 Method = Literal["two_way", "questions", "mcnemar", "no_variance"]
 
 

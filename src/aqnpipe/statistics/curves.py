@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
-FloatArray = npt.NDArray[np.float64]
+from aqnpipe.statistics.arrays import FloatArray
 
 _LEAST_VARIANCE = 0.01
 """Least variance between seeds at a step, as a share of the median over steps: two seeds may agree by chance."""

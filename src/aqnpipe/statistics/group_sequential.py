@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 from scipy import optimize, special
 
-FloatArray = npt.NDArray[np.float64]
+from aqnpipe.statistics.arrays import FloatArray
 
 SPENDING_POWER = 2
 """Share of the error rate spent with a share t of the seeds: t**2 (Kim & DeMets 1987)."""

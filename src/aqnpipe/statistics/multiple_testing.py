@@ -1,10 +1,13 @@
-"""Several tests at once: Holm's correction within families, and the level at which each test is then made."""
+"""The test of a claim, and several tests at once: Holm's correction within families, and the level of each test."""
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from statsmodels.stats.multitest import multipletests
+
+TestAndMargin = tuple[str, float | None]
+"""superiority, non_inferiority or equivalence; and the margin of the latter two."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +23,6 @@ class Adjusted:
     level: float
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return Holm-adjusted p-values in the given order."""
-    values = np.asarray(p_values, dtype=np.float64)
-    order = np.argsort(values, kind="stable")
-    adjusted = np.empty_like(values)
-    adjusted[order] = np.minimum(np.maximum.accumulate(np.arange(len(values), 0, -1) * values[order]), 1.0)
-    return [float(p) for p in adjusted]
-
-
 def holm_within_families(families: Sequence[Hashable], p_values: Sequence[float]) -> list[float]:
     """Return Holm-adjusted p-values in the given order; `families[i]` is the family of `p_values[i]`.
 
@@ -40,7 +34,8 @@ def holm_within_families(families: Sequence[Hashable], p_values: Sequence[float]
         of_family.setdefault(family, []).append(index)
     adjusted: dict[int, float] = {}
     for members in of_family.values():
-        adjusted |= dict(zip(members, holm([p_values[index] for index in members]), strict=True))
+        of_members = multipletests([p_values[index] for index in members], method="holm")[1]
+        adjusted |= dict(zip(members, map(float, of_members), strict=True))
     return [adjusted[index] for index in range(len(p_values))]
 
 
@@ -49,6 +44,31 @@ def adjusted_within_families(families: Sequence[Hashable], p_values: Sequence[fl
     found = holm_within_families(families, p_values)
     left = Counter(family for family, p in zip(families, found, strict=True) if p >= alpha)
     return [Adjusted(p, alpha / max(left[family], 1)) for family, p in zip(families, found, strict=True)]
+
+
+def claim_p(
+    claim: TestAndMargin,
+    two_sided: Callable[[], float],
+    above: Callable[[float], float],
+    below: Callable[[float], float],
+) -> float:
+    """Return the p-value of the test that a claim declares, from its tests against 0 and, one-sided, against a bound.
+
+    A small p is evidence for the claim or its opposite. superiority: two-sided against 0. non_inferiority: one-sided
+    against -margin. equivalence: two one-sided tests (Schuirmann 1987), the larger p.
+    """
+    test, margin = claim
+    if margin is None:
+        return two_sided()
+    return above(-margin) if test == "non_inferiority" else max(above(-margin), below(margin))
+
+
+def distance_inside(claim: TestAndMargin, difference: float) -> float:
+    """Return how far a difference is inside the margin of a claim, below 0 beyond it; from 0 without a margin."""
+    test, margin = claim
+    if margin is None:
+        return abs(difference)
+    return difference + margin if test == "non_inferiority" else margin - abs(difference)
 
 
 def interval_level(alpha: float, *, one_sided: bool) -> float:

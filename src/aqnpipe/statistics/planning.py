@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import interaction_variance
 from aqnpipe.statistics.sample_sizes import VarianceParts, as_estimated, expected_spread
-
-FloatArray = npt.NDArray[np.float64]
 
 SEEDS_TRIED = (*range(2, 17), 20, 24, 32, 48, 64)
 QUESTIONS_TRIED = (100, 200, 300, 500, 750, 1000, 1319, 2000, 3000, 5000, 10_000)

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import estimate_difference
 from aqnpipe.statistics.seed_blocks import SeedVariance
-
-FloatArray = npt.NDArray[np.float64]
 
 SLOPE_UNIT = 0.1
 """Slopes are per this difference in relative noise scale."""

@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, special, stats
 
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.crossed_effects import interaction_variance
 from aqnpipe.statistics.seed_blocks import SeedVariance, combined_variance, guard_ratio, prior_freedom
 from aqnpipe.statistics.spread import SMALLEST_VARIANCE, Spread, VariancePart, spread_of
-
-FloatArray = npt.NDArray[np.float64]
 
 MAX_SEEDS_SEARCHED = 1000
 MAX_QUESTIONS_SEARCHED = 10_000_000

@@ -15,12 +15,10 @@ from functools import cache, cached_property
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.spread import VariancePart
-
-FloatArray = npt.NDArray[np.float64]
 
 PRIOR_FREEDOM = 4.0
 """Degrees of freedom with which the other arms' variance predicts that of a pair, if it were known exactly."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
 import numpy as np
-import numpy.typing as npt
 from scipy import optimize, special, stats
 
-FloatArray = npt.NDArray[np.float64]
+from aqnpipe.statistics.arrays import FloatArray
 
 _SMALLEST_TAIL = 1e-12
 _MANY_FREEDOM = 30.0

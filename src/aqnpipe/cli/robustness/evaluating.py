@@ -15,7 +15,7 @@ from aqnpipe.artifacts.evaluations import EvaluationFiles, evaluation_files
 from aqnpipe.artifacts.files import write_csv, write_json, write_text
 from aqnpipe.cli.options import aligned, console_of
 from aqnpipe.comparison.checkpoints import POWER, report_of
-from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluation
+from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluations
 from aqnpipe.config.cross_references import expected_layers
 from aqnpipe.config.dataset import Split
 from aqnpipe.config.evaluation import EvaluationConfig, settings_of
@@ -65,8 +65,9 @@ def evaluate_checkpoints(
         prepare_data(dataset.model_dump(), split, path)
     with _progress(len(specs) * len(first.evaluation.passes())) as show:
         made = [_evaluated(spec, folders[name], problems, output, show) for name, spec in specs.items()]
-    loaded = [load_evaluation(EvaluationInput(**vars(files)), first.evaluation.primary_scorer, alpha) for files in made]
-    report = report_of(loaded, sources, data, first, alpha)
+    inputs = [EvaluationInput(**vars(files)) for files in made]
+    loaded = load_evaluations(inputs, first.evaluation.primary_scorer, alpha)
+    report = report_of(list(loaded.values()), sources, data, first, alpha)
     write_json(output / "robustness.json", report)
     # One line per comparison, with all numbers as fractions.
     rows = [row.model_dump() for row in report.comparisons]
