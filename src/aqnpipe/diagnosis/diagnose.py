@@ -10,7 +10,7 @@ import polars as pl
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.artifacts.diagnoses import Finding, LayerMetrics, LocatedFault, Verdict
+from aqnpipe.artifacts.diagnoses import Finding, LayerMetrics, Verdict
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import format_fault
 from aqnpipe.config.noise import Fault
@@ -19,7 +19,7 @@ from aqnpipe.diagnosis.checks import CHECKSUM_PROBES
 from aqnpipe.diagnosis.exact_probes import ExactResult, run_exact
 from aqnpipe.diagnosis.scans import run_scans
 from aqnpipe.diagnosis.stored_weights import compare_with_file
-from aqnpipe.diagnosis.verdict import judge
+from aqnpipe.diagnosis.verdict import judge, scanned_fault
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.noise.injection.faults import simulated_faults
@@ -152,7 +152,9 @@ def _verdict_without_scans(
         overflow = f"{reason}; in float16 this may be the overflow of a healthy layer, bfloat16 or float32 shows which"
         decided: dict[str, Any] = {"verdict": "abstain", "reason": overflow}
     else:
-        fault = _fault_of(found)
+        site = "embedding" if found.layer is None else "layer"
+        evidence = "outputs NaN or infinity for an ordinary text"
+        fault = scanned_fault(found.layer, site, "other", ("scan",), evidence)
         decided = {"verdict": "fault", "reason": reason, "layer": found.layer, "type": fault.type, "site": fault.site}
         decided |= {"faults": (fault,)}
     if exact is not None:
@@ -160,19 +162,3 @@ def _verdict_without_scans(
     shared: dict[str, Any] = {"findings": (), "layer": None, "type": None, "forward_equivalents": 0.0}
     shared |= {"method": "statistical", "num_layers": len(decoder_layers(model)), "simulated_faults": tuple(simulated)}
     return Verdict.model_validate({**shared, **decided})
-
-
-def _fault_of(found: NonFiniteOutputError) -> LocatedFault:
-    unknown = ("num_faulty_channels", "num_channels", "magnitude", "magnitude_low", "magnitude_high", "threshold")
-    return LocatedFault.model_validate(
-        {
-            **dict.fromkeys(unknown),
-            "layer": found.layer,
-            "site": "embedding" if found.layer is None else "layer",
-            "scope": "model" if found.layer is None else "layer",
-            "type": "other",
-            "faulty_channel_indices": (),
-            "probes": ("scan",),
-            "evidence": "outputs NaN or infinity for an ordinary text",
-        }
-    )

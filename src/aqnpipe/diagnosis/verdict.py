@@ -139,7 +139,8 @@ def _statistical_verdict(table: pl.DataFrame, findings: Sequence[Finding], devic
     elif traces:
         verdict = "fault"
         reason = "; ".join(_evidence(finding, table) for finding in traces)
-        faults = (_scanned_fault(traces, reason),)
+        scans = [finding.scan for finding in traces]
+        faults = (scanned_fault(traces[0].layer, "layer", str(traces[0].type), scans, reason),)
     else:
         reason = "no trace of a fault (a bias or a clamp of a lone maximum leaves none)" + _device_noise(table)
         reason += "; scans run the decoder layers alone, not the final norm and lm_head"
@@ -154,21 +155,19 @@ def _statistical_verdict(table: pl.DataFrame, findings: Sequence[Finding], devic
     }
 
 
-def _scanned_fault(traces: Sequence[Finding], reason: str) -> LocatedFault:
+def scanned_fault(layer: int | None, site: str, kind: str, scans: Sequence[str], evidence: str) -> LocatedFault:
+    """Return a fault that scans have found: without channels or a magnitude, and outside the layers without a layer."""
+    unknown = ("num_faulty_channels", "num_channels", "magnitude", "magnitude_low", "magnitude_high", "threshold")
     return LocatedFault.model_validate(
         {
-            "layer": traces[0].layer,
-            "site": "layer",
-            "type": traces[0].type,
-            "num_faulty_channels": None,
+            **dict.fromkeys(unknown),
+            "layer": layer,
+            "site": site,
+            "scope": "model" if layer is None else "layer",
+            "type": kind,
             "faulty_channel_indices": (),
-            "num_channels": None,
-            "magnitude": None,
-            "magnitude_low": None,
-            "magnitude_high": None,
-            "threshold": None,
-            "probes": tuple(dict.fromkeys(finding.scan for finding in traces)),
-            "evidence": reason,
+            "probes": tuple(dict.fromkeys(scans)),
+            "evidence": evidence,
         }
     )
 
