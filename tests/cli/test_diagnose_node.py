@@ -73,7 +73,7 @@ def test_a_fault_on_a_node_in_the_table_the_json_and_the_history(model, tmp_path
 @pytest.mark.slow
 def test_repeated_runs_report_rates(model, tmp_path):
     path = tmp_path / "runs.json"
-    result = aqnpipe("diagnose", model, "--duration", "5s", "--method", "exact", "--json", path)
+    result = aqnpipe("diagnose", model, "--duration", "15s", "--method", "exact", "--json", path)
     assert result.exit_code == 0, result.output
     (device,) = read_json(path, NodeReport).devices
     runs = device.repetition.runs
