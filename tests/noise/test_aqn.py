@@ -3,6 +3,7 @@ import torch
 
 from aqnpipe.config.noise import AdaptiveNoise, LayerSigmas, LinearDecay, NoiseSpec
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
+from aqnpipe.machine import modules
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import layer_of, rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
@@ -236,8 +237,8 @@ def test_a_choice_that_a_model_cannot_have_is_refused(model, settings, problem):
 HIDDEN = AdaptiveNoise(schedule=AQN.schedule, targets="hidden_states")
 
 
-def roll_out(model, recorder, noise=HIDDEN, sigma=0.05, step=0, layer_factors=None):
-    """One forward as a rollout; returns each layer's output."""
+def roll_out(model, recorder, noise=HIDDEN, sigma=0.05, step=0, layer_factors=None, passes=1):
+    """Forwards as a rollout; returns each layer's last output."""
     outputs = {}
     factors = target_factors(model, noise, layer_factors)
     with (
@@ -251,7 +252,8 @@ def roll_out(model, recorder, noise=HIDDEN, sigma=0.05, step=0, layer_factors=No
             layer.register_forward_hook(lambda _module, _args, output, index=index: outputs.update({index: output}))
             for index, layer in enumerate(model.model.layers)
         ]
-        model(torch.arange(2, 50).view(3, 16), use_cache=False)
+        for _ in range(passes):
+            model(torch.arange(2, 50).view(3, 16), use_cache=False)
     for handle in handles:
         handle.remove()
     return outputs
@@ -295,6 +297,27 @@ def test_hidden_noise_that_was_requested_and_did_not_run_is_refused(model):
         pass  # sigmas not passed on to phase_noise
     with pytest.raises(ReceiptError, match="AQN step 0: measured sigma 0, requested"):
         recorder.receipt().check()
+
+
+@pytest.mark.parametrize("bad", [None, 0, 3, 6])
+def test_hidden_noise_of_another_size_in_a_single_pass_is_refused(model, monkeypatch, bad):
+    layers, put, calls = 3, modules.apply_error_, []
+
+    def twice(values, error, source):
+        put(values, error, source)
+        if len(calls) // layers == bad:
+            put(values, error, source)
+        calls.append(error)
+
+    monkeypatch.setattr(modules, "apply_error_", twice)
+    recorder = new_recorder(noise=HIDDEN)
+    roll_out(model, recorder, passes=8)
+    assert len(calls) == 8 * layers
+    if bad is None:
+        recorder.receipt().check()
+    else:
+        with pytest.raises(ReceiptError, match="AQN step 0: measured sigma"):
+            recorder.receipt().check()
 
 
 @pytest.mark.parametrize("noise", [AQN, HIDDEN], ids=["norms", "hidden states"])

@@ -26,7 +26,7 @@ from aqnpipe.proof.recompute import Sampled, rounded
 _FEW_BITS_LOST = 4.0
 """Results are measured whose slack is at most so many times the smallest one: in others most digits cancelled."""
 
-_SAMPLES_OF_HIDDEN = 1024
+_SAMPLES_OF_HIDDEN, _SAMPLES_IN_OTHER_PASSES = 1024, 64
 
 _OF_THE_AUDIT = ("recomputed", "wrong", "largest_deviation", "compared", "largest_difference")
 """Columns of the audit's rows that are about sums of a study's rows, too."""
@@ -100,12 +100,11 @@ class PhaseMeasurements:
             self._recorder.add(*row.place[:4], changed=noised.changed)
 
     def _measure_hidden(self, layer: int, noised: Noised, exact: Tensor, passed: int, call: int) -> None:
-        """Recompute noise on hidden states in the first passes of a phase, then in those numbered by a power of two."""
-        if passed & (passed - 1):
-            return
+        """Recompute noise on hidden states in every pass: more of it in the first ones, and in powers of two."""
+        count = _SAMPLES_IN_OTHER_PASSES if passed & (passed - 1) else _SAMPLES_OF_HIDDEN
         key = key_at(self._position._replace(forward=passed), hidden_stream(self._phase), layer)
         draws, rng = Draws.of(key, call, MODULE_STREAM), self.receipt.draws
-        found, seen = compare_module(noised.error, noised.shards, exact, noised.values, draws, rng, _SAMPLES_OF_HIDDEN)
+        found, seen = compare_module(noised.error, noised.shards, exact, noised.values, draws, rng, count)
         row = self._recorder.hidden.setdefault(layer, Row(self._phase))
         # Of a zero the error has no relative size.
         row.add(elements=int((np.isfinite(found.found) & (found.exact != 0)).sum()), squares=seen["found_squares"])
