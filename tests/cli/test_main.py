@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from aqnpipe.cli import main as program
 from aqnpipe.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +87,12 @@ def test_many_options_are_in_groups_and_a_paragraph_is_broken_where_the_terminal
     assert titles == ["Arguments", "Options", *panels]
     paragraphs = [part.strip().splitlines() for part in re.split(r"\n\s*\n", said.partition("╭")[0])]
     assert all(len(line.strip()) > 60 for paragraph in paragraphs for line in paragraph[:-1])
+
+
+def test_every_grouped_option_is_one_of_a_command():
+    commands = typer.main.get_command(program.app).commands.values()
+    known = {option.name for command in commands for option in command.params}
+    assert set(program._PANEL_OF) <= known
 
 
 def test_the_shell_completes_commands(monkeypatch, command_line):

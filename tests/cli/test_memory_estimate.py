@@ -188,6 +188,11 @@ def test_a_model_of_unknown_shape_needs_its_weights_gradients_and_moments():
         training_memory(study, "a device", 80, 150, {"base": 72.7e9})
     (line,) = training_memory(study, "a device", 80, 150, {"base": 3e9})
     assert line.endswith("its shape is unknown, more than 8 GB of 80")
+    # Data parallelism: weights, gradients, both moments, the buckets and the reference, 24 bytes for each parameter.
+    shared = with_models(plan("qwen2.5-1.5b"), {"base": sources})
+    assert training_memory(shared, "a device", 80, 150, {"base": 3.3e9})[0].endswith("more than 80 GB of 80")
+    with pytest.raises(ConfigError, match="needs more than 82 GB"):
+        training_memory(shared, "a device", 80, 150, {"base": 3.4e9})
     adapted = with_models(plan("qwen2.5-1.5b", lora={"rank": 8, "alpha": 8}), {"base": sources})
     assert training_memory(adapted, "a device", 80, 150, {"base": 3e9})[0].endswith("more than 6 GB of 80")
 

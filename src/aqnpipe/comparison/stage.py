@@ -195,7 +195,9 @@ def judge_all(
             own = tests[key], others.get(key)
             size = sizes[family_of[key]]
             row, found = _judged(evidence[key], contrast.scores, own, size, settings, decided.get(key))
-        elif contrast.refusal is not None:
+        elif contrast.refusal is None:
+            raise RuntimeError(f"{key} has neither scores nor a refusal; this is a bug")
+        else:
             row, found = _refused(
                 contrast.refusal, interval_level(settings.alpha, one_sided=comparison.margin is not None)
             )

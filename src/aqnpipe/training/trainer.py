@@ -31,6 +31,7 @@ from aqnpipe.models.sharding import average_whole_gradients, shard_model, split_
 from aqnpipe.models.shares import is_sharded, local
 from aqnpipe.noise.aqn import noised_actor
 from aqnpipe.noise.injection.phase import phase_noise
+from aqnpipe.noise.receipts.table import SYNC
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard
@@ -178,7 +179,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
         return [answer.token_ids for answer in completions], [answer.log_probabilities or [] for answer in completions]
 
     def _log_sigma(self) -> None:
-        for sync in self.noise_plan.recorder.state().weight_syncs[-1:]:
+        syncs = [row for row in self.noise_plan.recorder.rows.values() if row.operator == SYNC]
+        for sync in sorted(syncs, key=lambda row: row.step or 0)[-1:]:
             self._metrics["train"]["sigma_requested"].append(sync.sigma_requested)
             self._metrics["train"]["sigma_measured"].append(sync.sigma_measured)
 
