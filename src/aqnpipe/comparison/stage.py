@@ -196,7 +196,7 @@ def judge_all(
             size = sizes[family_of[key]]
             row, found = _judged(evidence[key], contrast.scores, own, size, settings, decided.get(key))
         elif contrast.refusal is None:
-            raise RuntimeError(f"{key} has neither scores nor a refusal; this is a bug")
+            raise RuntimeError(f"{key} has no scores, and no reason why; this is a bug")
         else:
             row, found = _refused(
                 contrast.refusal, interval_level(settings.alpha, one_sided=comparison.margin is not None)
