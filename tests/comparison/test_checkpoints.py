@@ -26,10 +26,10 @@ SPEC = EvaluationSpec(
 QUESTIONS = tuple(f"test-{number:05d}" for number in range(40))
 
 
-def scores(*correct, same_responses_as=None):
+def scores(*correct):
     table = np.array(correct, dtype=float)
     seeds = tuple(range(len(table)))
-    return LevelScores(QUESTIONS[: table.shape[1]], seeds, 1, table, same_responses_as)
+    return LevelScores(QUESTIONS[: table.shape[1]], seeds, 1, table, None)
 
 
 def evaluation(name, levels, *, weights=None, setting=None, problems=()):
@@ -115,10 +115,6 @@ def test_p_values_are_adjusted_within_each_kind():
         (
             evaluation("b", dict(B.levels), problems=[Refusal("receipt", "b: receipt invalid: no noise")]),
             "receipt invalid",
-        ),
-        (
-            evaluation("b", {0.0: scores(ones(30)), 0.1: scores(ones(30), same_responses_as=0.0)}),
-            "every response at noise level 0.1 equals",
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """Which weights a study keeps, and what is left of the others."""
 
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
@@ -21,13 +21,13 @@ from aqnpipe.models.loading import load_model
 DIGESTS = {"checkpoints/step4/model.safetensors": "4" * 64, "checkpoints/step8/model.safetensors": "8" * 64}
 
 
-def evaluation(step, *accuracies, problems=(), twins=MappingProxyType({})):
-    """An evaluation with accuracies at ascending noise levels; `twins`: levels with the responses of another level."""
+def evaluation(step, *accuracies, problems=()):
+    """An evaluation with accuracies at ascending noise levels."""
     return SimpleNamespace(
         source=SimpleNamespace(step=step, name=f"step {step}"),
         accuracy=pl.DataFrame({"accuracy": accuracies}),
         problems=[Refusal("receipt", text) for text in problems],
-        levels={level: SimpleNamespace(same_responses_as=twins.get(level)) for level in (0.0, 0.05, 0.1)},
+        levels={level: SimpleNamespace() for level in (0.0, 0.05, 0.1)},
     )
 
 
@@ -124,13 +124,6 @@ def test_weights_stay_if_a_comparison_would_refuse_an_evaluation(run):
     assert found.kept_steps == (4, 8)
     assert weights_of(run) == ["step4", "step8"]
     assert run.said == ["base/E5 seed 0: all weights are kept: receipt invalid: scale"]
-
-
-def test_weights_stay_if_noise_at_evaluation_was_probably_absent(run):
-    run.evaluations[1] = evaluation(8, 0.5, twins={0.1: 0.0})
-    found = removed(run, "last")
-    assert found.kept_because.startswith("step 8: every response at noise level 0.1 equals the response without noise")
-    assert weights_of(run) == ["step4", "step8"]
 
 
 def test_weights_that_another_rule_removed_cannot_be_kept(run):

@@ -162,9 +162,7 @@ do not decide. invalid: the comparison is not meaningful, or cannot be made.
 """
 
 
-RefusalKind = Literal[
-    "missing", "model", "level", "noise_seeds", "questions", "receipt", "record", "setting", "identical_outputs"
-]
+RefusalKind = Literal["missing", "model", "level", "noise_seeds", "questions", "receipt", "record", "setting"]
 """Why a comparison is invalid."""
 
 

@@ -33,6 +33,7 @@ def statements_of(
         *_other_scorers(scores, estimate),
         *_conclusion(contrast, judgement),
         *_undeclared_clusters(scores),
+        *_unchanged_responses(scores),
     ]
     if judgement.verdict == "not_shown":
         found += _why_not_shown(contrast, estimate, judgement, settings)
@@ -111,6 +112,13 @@ def _undeclared_clusters(scores: Scores) -> list[Statement]:
         correlation = scores.batches.notable_correlation(scores.draws)
         found += [] if correlation is None else [statement("claim.batches", correlation=correlation)]
     return found
+
+
+def _unchanged_responses(scores: Scores) -> list[Statement]:
+    """Return what says that noise changed no response; that there was noise is shown by the receipts."""
+    if not scores.unchanged:
+        return []
+    return [statement("claim.unchanged_responses", run=scores.unchanged[0], runs=len(scores.unchanged))]
 
 
 def _conclusion(contrast: Contrast, judgement: Judgement) -> list[Statement]:

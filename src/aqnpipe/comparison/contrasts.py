@@ -61,7 +61,8 @@ class Scores:
     model; None with a single seed. `seeds`: of the rows. `bound`: no difference is larger. `by_scorer`: the same
     difference by the other scorers of numbers, if the primary one is of numbers. `clusters`: of the questions; None:
     each is its own. `question_ids`: of the columns. `draws`: differences [noise draw, question], averaged over seeds.
-    `batches`: of the questions; None: not known, or they are the clusters.
+    `batches`: of the questions; None: not known, or they are the clusters. `unchanged`: runs all of whose responses
+    equal those at a lower noise level.
     """
 
     treatment: FloatArray
@@ -76,6 +77,7 @@ class Scores:
     question_ids: tuple[str, ...] = ()
     draws: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
     batches: Batches | None = None
+    unchanged: tuple[str, ...] = ()
 
     def estimate(self) -> Estimate:
         """Return the mean difference and what its tests need."""
@@ -231,6 +233,8 @@ class Contrasts:
             draws=draws,
             batches=pairs[0][0].levels[treatment.noise_level].batches,
             question_ids=pairs[0][0].levels[treatment.noise_level].question_ids,
+            unchanged=_unchanged([pair[0] for pair in pairs], treatment)
+            + _unchanged([pair[1] for pair in pairs], control),
         )
 
     def _side_scores(self, side: Side, number: int) -> _SideScores:
@@ -369,6 +373,12 @@ def _refuse_bad_pair(
         raise RefusedError("model", f"{first.source.name} and {second.source.name} are the same weights")
 
 
+def _unchanged(runs: Sequence[LoadedEvaluation], side: Side) -> tuple[str, ...]:
+    """Return the runs of a side whose responses are those of a lower level: noise too small to change an answer."""
+    names = (run.source.name for run in runs if run.levels[side.noise_level].same_responses_as is not None)
+    return tuple(dict.fromkeys(names))
+
+
 def refuse_bad_evaluation(evaluation: LoadedEvaluation, levels: Sequence[float]) -> None:
     """Raise RefusedError if an evaluation cannot be used at `levels`."""
     for problem in evaluation.problems:
@@ -376,15 +386,6 @@ def refuse_bad_evaluation(evaluation: LoadedEvaluation, levels: Sequence[float])
     for level in levels:
         if level not in evaluation.levels:
             raise RefusedError("level", f"{evaluation.source.name}: noise level {level:g} was not evaluated")
-        other = evaluation.levels[level].same_responses_as
-        # A named noise may be too small to change a response, for example that of bfloat16; its receipt proves it.
-        if other is not None and level < 1:
-            where = "without noise" if other == 0 else f"at noise level {other:g}"
-            raise RefusedError(
-                "identical_outputs",
-                f"{evaluation.source.name}: every response at noise level {level:g} equals the response {where}, "
-                "so the noise was probably absent",
-            )
 
 
 def _refuse_unlike_runs(runs: Sequence[LoadedEvaluation], *, of_tokenizers: bool) -> None:
