@@ -85,7 +85,7 @@ def test_presets_of_a_cache_round_keys_and_values_alone_and_once(number_format):
     noise = evaluation.noise_at(1.0, "sdpa")
     assert noise == NoiseSpec(kv_cache=CacheNoise(format=number_format, phases=("evaluation",)))
     assert not evaluation.is_random(1.0)
-    assert not evaluation.fits_vllm
+    assert evaluation.fits_vllm
     assert evaluation_of({"x": {"kv_cache": number_format}}).noise_at(1.0, "sdpa") == noise
 
 
@@ -99,10 +99,9 @@ def test_another_format_of_a_cache_is_one_line():
         evaluation_of({"x": {"kv_cache": "fp8_e5m2"}})
 
 
-def test_a_cache_on_vllm_is_refused():
-    given = {**content({"x": "kv8_fp8"}), "generation": {"backend": "vllm"}}
-    with pytest.raises(ConfigError, match=r"noises.x.kv_cache: .*an error that vLLM can compute, not fp8, or"):
-        load_study(given)
+def test_a_cache_on_vllm_is_accepted():
+    checkpoints = {name: {"source": name, "attention": "sdpa"} for name in ("tiny", "tiny-large")}
+    load_study(content({"x": "kv8_fp8"}, checkpoints=checkpoints, generation={"backend": "vllm"}))
 
 
 def test_a_fixed_machine_on_vllm_is_refused():

@@ -28,6 +28,7 @@ from aqnpipe.generation.noisy_passes import PassNoise, TransformersPasses, pass_
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model
+from aqnpipe.noise.receipts.cache_checks import cache_error
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 
@@ -278,6 +279,18 @@ def test_deterministic_errors_give_the_same_responses_as_in_transformers(engine,
     assert responses[0] == responses[1] != tokens(engine.generate(prompts, SAMPLING))
 
 
+@pytest.mark.parametrize("number_format", ["fp8", "int8"])
+def test_keys_and_values_of_a_cache_in_8_bits_as_in_transformers(engine, reference, prompts, number_format):
+    requested = PassNoise(kv_cache=CacheNoise(format=number_format, phases=("evaluation",)))
+    (ours, our_receipt), (theirs, their_receipt) = (
+        run(generator, requested, prompts) for generator in (engine, reference)
+    )
+    assert tokens(ours) == tokens(theirs)
+    rows, their_rows = (receipt.check().cache_cells for receipt in (our_receipt, their_receipt))
+    assert [row.recomputed for row in rows] == [row.elements for row in rows]
+    assert cache_error(rows) == pytest.approx(cache_error(their_rows), rel=0.01)
+
+
 @pytest.mark.parametrize("point", ["input", "output"])
 @pytest.mark.parametrize("chosen", ["minimal", "mlp", "all", ("*.k_proj", "*.up_proj", "lm_head")], ids=str)
 def test_noise_on_modules_as_in_transformers(engine, reference, prompts, chosen, point):
@@ -329,10 +342,6 @@ def test_noise_and_a_fault_share_a_pass(engine, prompts):
     [
         (noise(attention="decomposed"), "attention as one operator"),
         (noise(error=FakeQuantization(format="mxfp4")), "fake_quantization is not supported"),
-        (
-            PassNoise(kv_cache=CacheNoise(format="fp8", phases=("evaluation",))),
-            r"rounding of keys and values \(kv_cache\) cannot be proven on vLLM; generation.backend: transformers",
-        ),
         (modules(("*.mlp",)), r"pattern '\*\.mlp' matches model\.layers\.0\.mlp, which is no linear module or norm"),
         (modules(("*.qkv_proj",)), "matches none of 56 modules"),
         (PassNoise(faults=(Fault(type="bias", layer=6, magnitude=0.1),)), r"layer is 6, expected 0 to 5"),

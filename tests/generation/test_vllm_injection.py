@@ -24,13 +24,16 @@ from aqnpipe.config.noise import (
     OperatorNoise,
     RelativeGaussian,
 )
-from aqnpipe.errors import ModelError
+from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.injection import engine_noise
 from aqnpipe.machine import machine as machines
 from aqnpipe.machine.machine import Machine, NoiseKey
 from aqnpipe.machine.modules import ModuleErrors
+from aqnpipe.noise.injection import phase as phase_module
 from aqnpipe.noise.injection.phase import _RunningPhase
+from aqnpipe.noise.kernels.quantization import round_as_cached
+from aqnpipe.noise.receipts.cache_checks import cache_error
 from aqnpipe.proof.audit import SINGLE_LAYERS, Audit
 from aqnpipe.seeding import derive_seed
 
@@ -73,14 +76,61 @@ def replaced(monkeypatch, owner, name):
     return install
 
 
-def test_a_cache_in_another_format_is_refused_by_name_and_only_in_its_phase():
-    with pytest.raises(
-        ModelError, match=r"kv_cache\) cannot be proven on vLLM; generation.backend: transformers"
-    ) as found:
-        run(PassNoise(kv_cache=CacheNoise(format="fp8", phases=("evaluation",))))
-    assert "\n" not in str(found.value)
-    _, recorder = run(PassNoise(kv_cache=CacheNoise(format="fp8", phases=("rollout",))))
+def cached(number_format="fp8", phase="evaluation"):
+    return PassNoise(kv_cache=CacheNoise(format=number_format, phases=(phase,)))
+
+
+@pytest.mark.parametrize("number_format", ["fp8", "int8"])
+def test_keys_and_values_in_the_format_of_a_cache_are_proven_in_every_pass_and_layer(number_format):
+    logits, recorder = run(cached(number_format))
+    receipt = recorder.receipt().check()
+    tokens = 23
+    # Keys and values of each token have two heads.
+    assert {(row.layer, row.calls, row.recomputed, row.elements) for row in receipt.cache_cells} == {
+        (layer, 12, 4 * tokens, 4 * tokens) for layer in range(3)
+    }
+    low, high = {"fp8": (0.02, 0.04), "int8": (0.003, 0.01)}[number_format]
+    assert low < cache_error(receipt.cache_cells) < high
+    clean, _ = run(PassNoise())
+    assert not any(torch.equal(one, other) for one, other in zip(logits, clean, strict=True))
+
+
+def test_a_cache_in_another_format_in_another_phase_changes_nothing():
+    logits, recorder = run(cached(phase="rollout"))
     assert not recorder.receipt().cache_cells
+    assert all(torch.equal(one, other) for one, other in zip(logits, run(PassNoise())[0], strict=True))
+
+
+def test_layers_without_keys_and_values_are_one_line():
+    engine = made_up_engine()
+    engine.layers[1].attentions[0].kv_sharing_target_layer_name = "layers.0"
+    with pytest.raises(ModelError, match=r"kv_cache: layer 1 has no keys and values of its own; generation\.backend"):
+        run(cached(), engine)
+
+
+def test_a_cache_that_is_not_rounded_is_refused(monkeypatch):
+    sabotages = {
+        "nothing is rounded": lambda keys, values, round_: (keys, values),
+        "keys alone": lambda keys, values, round_: (round_(keys), values),
+        "one token is not": lambda keys, values, round_: (torch.cat([keys[:1], round_(keys[1:])]), round_(values)),
+        "read of single tokens is not": lambda keys, values, round_: (
+            (keys, values) if len(keys) == 1 else (round_(keys), round_(values))
+        ),
+        "in another format": lambda keys, values, round_: (
+            round_as_cached(keys, "int8"),
+            round_as_cached(values, "int8"),
+        ),
+    }
+    for name, sabotage in sabotages.items():
+
+        def rounded(number_format, layer, keys, values, update, sabotage=sabotage):
+            return update(*sabotage(keys, values, lambda states: round_as_cached(states, number_format)))
+
+        monkeypatch.setattr(phase_module, "_rounded", rounded)
+        _, recorder = run(cached())
+        with pytest.raises(ReceiptError, match="keys and values that attention read were not rounded"):
+            recorder.receipt().check()
+        assert name
 
 
 FAULT = Fault(type="dead_zone", layer=1, magnitude=0.3, site="q_proj")

@@ -51,6 +51,8 @@ class SiluAndMul(nn.Module):
 class Attention(nn.Module):
     """Attention of every token to all: one operator of vLLM."""
 
+    num_kv_heads = HEADS
+
     def forward(self, q, k, v):
         q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in (q, k, v))
         return (torch.bmm(q, k.transpose(1, 2)).softmax(-1) @ v).transpose(0, 1).reshape(-1, WIDTH)

@@ -115,7 +115,6 @@ def test_the_record_names_the_rollout_backend(inputs, tmp_path):
     [
         ({"operator_noise": MXFP4}, "operator_noise.error is fake_quantization in the rollout"),
         ({"operator_noise": {**FUSED, "attention": "decomposed"}}, "operator_noise.attention is decomposed"),
-        ({"kv_cache": {"format": "int8"}}, "kv_cache.format is int8 in the rollout, expected no rounding"),
     ],
 )
 def test_what_vllm_cannot_roll_out_is_refused_or_left_to_transformers(monkeypatch, arm, message):

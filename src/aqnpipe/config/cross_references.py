@@ -510,7 +510,6 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("arms[*].operator_noise.attention", _attention_of_arm),
     ("noises[*].operator_noise.error", _fits_vllm),
     ("noises[*].module_noise.error", _fits_vllm),
-    ("noises[*].kv_cache", _fits_vllm),
     ("models[*].attention", _fused_for_vllm),
     ("generation.tensor_parallel", _with_used_models(_shared)),
     ("arms[*]", _rolls_out_on_vllm),

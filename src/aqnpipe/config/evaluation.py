@@ -111,10 +111,9 @@ class EvaluationNoise(FrozenModel):
         )
 
     @property
-    def errors(self) -> list[ErrorModel | CacheFormat]:
-        """The errors on operators and modules, and the format of the cache."""
-        errors: list[ErrorModel | CacheFormat] = [] if self.kv_cache is None else [self.kv_cache]
-        return errors + [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
+    def errors(self) -> list[ErrorModel]:
+        """The errors on operators and modules."""
+        return [noise.error for noise in (self.operator_noise, self.module_noise) if noise is not None]
 
     @property
     def is_random(self) -> bool:

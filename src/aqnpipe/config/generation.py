@@ -9,7 +9,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
-from aqnpipe.config.noise import CacheFormat, ErrorModel, FakeQuantization, is_fixed
+from aqnpipe.config.noise import ErrorModel, FakeQuantization, is_fixed
 
 RequestedBackend = Literal["auto", "transformers", "vllm"]
 
@@ -77,15 +77,13 @@ class GenerationConfig(FrozenModel):
         return self.rollout_backend or self.backend
 
 
-def is_without_vllm(error: ErrorModel | CacheFormat) -> bool:
-    """Return whether vLLM cannot have an error: of operands, measured, fixed (attention), a user's own, of a cache."""
-    return isinstance(error, str | FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
+def is_without_vllm(error: ErrorModel) -> bool:
+    """Return whether vLLM cannot have an error: of operands, measured, fixed (attention), or a custom one."""
+    return isinstance(error, FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
 
 
-def name_of(error: ErrorModel | CacheFormat) -> str:
-    """Return the kind of an error, or the format of a cache."""
-    if isinstance(error, str):
-        return error
+def name_of(error: ErrorModel) -> str:
+    """Return the kind of an error."""
     return f"{error.kind} with redraw: never" if is_fixed(error) else error.kind
 
 
@@ -94,8 +92,6 @@ def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
     for key, part in (("operator_noise", arm.operator_noise), ("module_noise", arm.module_noise)):
         if part is not None and part.is_active and "rollout" in part.phases and is_without_vllm(part.error):
             return f"{key}.error is {name_of(part.error)} in the rollout, expected a scaled error or a truncation"
-    if arm.kv_cache is not None and "rollout" in arm.kv_cache.phases:
-        return f"kv_cache.format is {arm.kv_cache.format} in the rollout, expected no rounding of keys and values"
     noise = arm.operator_noise
     if noise is None or not noise.is_active or "rollout" not in noise.phases:
         return None

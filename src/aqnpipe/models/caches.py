@@ -18,6 +18,9 @@ from aqnpipe.models.parts import PlaceHook
 Update = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores new keys and values [rows, heads, tokens, channels]; returns all that attention is to read."""
 
+Replace = Callable[[int, Tensor, Tensor, Update], tuple[Tensor, Tensor]]
+"""`replace(layer, keys, values, update)`: what is done in place of `update` in a layer."""
+
 _NAMES = ("past_key_values", "layer_past")
 """Arguments of attention modules that are a cache."""
 
@@ -36,9 +39,7 @@ class _InFront:
         return getattr(self._cache, name)
 
 
-def put_in_front(
-    layers: Sequence[nn.Module], replace: Callable[[int, Tensor, Tensor, Update], tuple[Tensor, Tensor]]
-) -> list[Any]:
+def put_in_front(layers: Sequence[nn.Module], replace: Replace) -> list[Any]:
     """Call `replace(layer, keys, values, update)` in place of `update` of every cache; return the handles of hooks.
 
     Who comes later is nearer to attention. A pass without a cache has an empty one for each call. Raises ModelError for

@@ -6,6 +6,7 @@ vLLM's products are those of torch. What is different is where they are:
   and faults of single projections act on their columns, through `Tap` modules.
 - Attention is a kernel of the engine over its own cache. Its module is one operator, with noise on its result
   (`attention: fused`). The two products inside are out of reach.
+- Keys and values are rounded where a module of attention gets them, before it writes them into its cache.
 - RMSNorms have noise on their normalised output, with or without the addition that vLLM fuses into them.
 - An activation is fused with the product that follows; here both are computed separately.
 - The output projection is called when the forward of the model has returned; columns that pad its vocabulary have no
@@ -18,7 +19,7 @@ that several workers get the noise of one. Row-parallel products are added up ov
 is then the same on all.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -38,6 +39,7 @@ from aqnpipe.generation.vllm.replacement import replace
 from aqnpipe.generation.vllm.tensor_parallel import on_share
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.norms import ATTENTION, SUM
+from aqnpipe.models.caches import Replace, Update
 from aqnpipe.models.layout import layer_of
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.hooks import keep, on_input, on_output
@@ -64,7 +66,9 @@ def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
         if part is not None and engine.out_of_reach:
             raise ModelError(f"{name}: noise does not reach {', '.join(engine.out_of_reach[:3])}; {advice}")
     if noise.cache_noise_in(noise.phase) is not None:
-        raise ModelError(f"{name}: rounding of keys and values (kv_cache) cannot be proven on vLLM; {advice}")
+        for index, layer in enumerate(engine.layers):
+            if len(layer.attentions) != 1 or getattr(layer.attentions[0], "kv_sharing_target_layer_name", None):
+                raise ModelError(f"{name}: kv_cache: layer {index} has no keys and values of its own; {advice}")
     if modules is not None:
         engine.select(modules.modules, modules.exclude)
     for fault in noise.faults:
@@ -138,6 +142,8 @@ class EngineSites(ModelSites):
     `noised_shards`: by operator, the shares of results that a tensor-parallel worker has put errors on.
     """
 
+    reads_back_cache = False
+
     def __init__(self, engine: EngineModel, noise: PassNoise, hidden_sigmas: Mapping[int, float]) -> None:
         self.model = engine.model
         self.layers = [layer.module for layer in engine.layers]
@@ -154,6 +160,7 @@ class EngineSites(ModelSites):
         self._sums |= {layer for layer, sigma in hidden_sigmas.items() if sigma > 0}
         # Of the modules that compute now and have columns of a whole.
         self._running: list[_Columns] = []
+        self._in_front: list[Replace] = []
 
     # -- what a phase asks for -----------------------------------------------------------------------------------------
 
@@ -210,6 +217,17 @@ class EngineSites(ModelSites):
     def observation(self, phase: Phase, *, rounds: bool, rounds_cache: bool) -> _CountedPasses:
         """See `ModelSites`."""
         return _CountedPasses()
+
+    def put_in_front_of_caches(self, replace: Replace) -> list[Any]:
+        """See `ModelSites`: what a module of attention is called with, it writes into its cache and reads."""
+        self._in_front.append(replace)
+        if len(self._in_front) > 1:
+            return []
+        attentions = [layer.attentions[0] for layer in self._engine.layers]
+        return [
+            attention.register_forward_pre_hook(partial(_stored, self._in_front, number))
+            for number, attention in enumerate(attentions)
+        ]
 
     def request(self, request: Request) -> Request:
         """See `ModelSites`."""
@@ -363,6 +381,25 @@ class EngineSites(ModelSites):
 def _refuse_compiled(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         raise ModelError(f"vLLM compiles {type(module).__name__}; noise needs enforce_eager")
+
+
+def _stored(in_front: Sequence[Replace], layer: int, module: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments of a module of attention, with keys and values [tokens, heads, channels] replaced."""
+    query, keys, values, *rest = args
+    update: Update = _unchanged
+    for put in in_front:
+        update = _nearer(put, layer, update)
+    heads = (module.num_kv_heads, -1)
+    keys, values = update(keys.unflatten(-1, heads), values.unflatten(-1, heads))
+    return (query, keys.flatten(-2), values.flatten(-2), *rest)
+
+
+def _nearer(put: Replace, layer: int, update: Update) -> Update:
+    return lambda keys, values: put(layer, keys, values, update)
+
+
+def _unchanged(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    return keys, values
 
 
 def _exact(machine: Machine, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ from aqnpipe.config.noise import (
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.modules import ModuleError, ModuleErrors
-from aqnpipe.models.caches import Update, put_in_front
+from aqnpipe.models.caches import Update
 from aqnpipe.models.layout import layer_of, refuse_norms_without_weight
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Position
@@ -230,12 +230,17 @@ class _RunningPhase:
                 note = PlaceHook(partial(self._note_gradient, part))
                 keep(module.register_forward_pre_hook(note, with_kwargs=True))
         if self._cache_noise is not None:
-            keep(*put_in_front(self._layers, partial(_rounded, self._cache_noise.format)))
+            keep(*sites.put_in_front_of_caches(partial(_rounded, self._cache_noise.format)))
         if self._requested_cache is not None:
             # Nearer to attention than what rounds.
             note_cache = partial(self.recorder.add, self.phase, operator=CACHE)
-            audit = CacheAudit(self._requested_cache.format, self._measurements.receipt.draws, note_cache)
-            keep(*put_in_front(self._layers, audit.compared))
+            audit = CacheAudit(
+                self._requested_cache.format,
+                self._measurements.receipt.draws,
+                note_cache,
+                reads_back=sites.reads_back_cache,
+            )
+            keep(*sites.put_in_front_of_caches(audit.compared))
         self._module_errors.start()
         stack.callback(self._module_errors.close)
         for ordinal, module in enumerate(self._modules.values()):

@@ -13,6 +13,7 @@ from torch import nn
 
 from aqnpipe.config.noise import ModuleNoise, Phase
 from aqnpipe.machine.machine import Machine, Request
+from aqnpipe.models.caches import Replace, put_in_front
 from aqnpipe.models.calls import ForwardPasses, num_tokens
 from aqnpipe.models.layout import decoder_layers, output_projection, select_modules
 from aqnpipe.models.parts import parts_of
@@ -30,6 +31,8 @@ class ModelSites:
     """The sites of a transformers model. `shared` is for faults on outputs of which this process has a share."""
 
     shared: SharedSite | None = None
+    reads_back_cache = True
+    """Whether all keys and values that attention is to read are seen in every pass; otherwise only the new ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -94,6 +97,10 @@ class ModelSites:
     def passes(self, enter: Any, leave: Any) -> list[Any]:
         """Call `enter` before and `leave` behind each pass; return the handles."""
         return ForwardPasses(self.model, enter, leave).hooks()
+
+    def put_in_front_of_caches(self, replace: Replace) -> list[Any]:
+        """Call `replace` in place of `update` of every cache, see `put_in_front`; return the handles of hooks."""
+        return put_in_front(self.layers, replace)
 
     def request(self, request: Request) -> Request:
         """Return the request to the machine with what it must know of this model."""
