@@ -11,6 +11,7 @@ from aqnpipe.config.study import load_study
 from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+FIXED = {"kind": "relative_gaussian", "scale": 0.1, "redraw": "never"}
 
 
 @pytest.fixture
@@ -86,9 +87,9 @@ def test_vllm_draws_rollouts_with_divided_weights_too(config):
 
 @pytest.mark.parametrize(
     ("noises", "fits"),
-    [({}, True), ({"w4a16": "w4a16_mxfp4"}, False)],
+    [({}, True), ({"w4a16": "w4a16_mxfp4"}, True), ({"fixed": {"operator_noise": {"error": FIXED}}}, False)],
 )
-def test_formats_of_operands_do_not_fit_vllm(config, noises, fits):
+def test_noises_that_fit_vllm(config, noises, fits):
     config["generation"] = {"backend": "auto"}
     config["evaluation"]["noises"] = noises
     config["comparisons"] = []
@@ -122,6 +123,13 @@ def test_shards_reach_evaluations_and_a_change_of_their_number_repeats_no_run(co
 def test_shards_without_vllm_are_refused(config, backend):
     with pytest.raises(ConfigError, match=rf"generation\.tensor_parallel: .*backend {backend}, expected backend: vllm"):
         load_study(on_shards(config, 2, backend))
+
+
+def test_shards_do_not_round_operands_which_one_worker_does(config):
+    config["evaluation"]["noises"] = {"w8a8": "w8a8_fp8"}
+    load_study(on_shards(config, 1))
+    with pytest.raises(ConfigError, match=r"noises\.w8a8\.\S+: .*as generation\.tensor_parallel divides operands"):
+        load_study(on_shards(config, 2))
 
 
 @pytest.mark.parametrize("number", [0, -2, 1.5, "two"])

@@ -19,6 +19,7 @@ from aqnpipe.config.noise import (
     AdaptiveNoise,
     CacheNoise,
     ConstantSigma,
+    FakeQuantization,
     Fault,
     ModuleNoise,
     OperatorNoise,
@@ -30,9 +31,10 @@ from aqnpipe.generation.vllm.injection import engine_noise
 from aqnpipe.machine import machine as machines
 from aqnpipe.machine.machine import Machine, NoiseKey
 from aqnpipe.machine.modules import ModuleErrors
+from aqnpipe.machine.quantized import QuantizedOperands
 from aqnpipe.noise.injection import phase as phase_module
 from aqnpipe.noise.injection.phase import _RunningPhase
-from aqnpipe.noise.kernels.quantization import round_as_cached
+from aqnpipe.noise.kernels.quantization import fake_quantize, round_as_cached
 from aqnpipe.noise.receipts.cache_checks import cache_error
 from aqnpipe.proof.audit import SINGLE_LAYERS, Audit
 from aqnpipe.seeding import derive_seed
@@ -141,6 +143,8 @@ HONEST = {
     "two layers": operators(layers=(0, 2), include_lm_head=False),
     "module inputs": modules("input"),
     "module outputs": modules("output"),
+    "rounded operands": operators(error=FakeQuantization(format="fp8", activations=True)),
+    "rounded weights of a layer": operators(error=FakeQuantization(format="mxfp4"), layers=(1,), include_lm_head=False),
     "a fault": PassNoise(faults=(FAULT,)),
     "a fault on a layer": PassNoise(faults=(FAULT.model_copy(update={"site": "layer_output"}),)),
     "all together": operators().model_copy(
@@ -150,6 +154,36 @@ HONEST = {
         update={"faults": (FAULT, FAULT.model_copy(update={"site": "input_layernorm"}))}
     ),
 }
+
+
+def test_projections_of_a_merged_module_have_scales_of_their_own():
+    """As in transformers: a merged module in one piece would share one scale, and one projection is far larger."""
+    engine = made_up_engine()
+    with torch.no_grad():
+        engine.layers[0].module.self_attn.qkv_proj.weight[:WIDTH] *= 100
+    apart = made_up_engine()
+    with torch.no_grad():
+        weight = apart.layers[0].module.self_attn.qkv_proj.weight
+        weight[:WIDTH] *= 100
+        for layer in apart.layers:
+            for linear in layer.linears:
+                for part in linear.module.weight.split(linear.widths):
+                    part.copy_(fake_quantize(part.clone(), "fp8", is_weight=True))
+    noise = operators(error=FakeQuantization(format="fp8"), include_lm_head=False)
+    torch.testing.assert_close(run(noise, engine)[0], run(PassNoise(), apart)[0])
+
+
+def test_operands_that_stay_exact_in_later_passes_are_refused(monkeypatch):
+    calls = []
+
+    @replaced(monkeypatch, QuantizedOperands, "of")
+    def of(original, self, *args):
+        calls.append(None)
+        return original(*args) if len(calls) < 200 else None
+
+    noise = operators(error=FakeQuantization(format="fp8", activations=True))
+    assert "recomputed values are not the requested ones" in problems(noise, num_forwards=40)
+    assert len(calls) > 200
 
 
 @pytest.mark.parametrize("name", HONEST)

@@ -74,8 +74,11 @@ def test_a_server_of_two_workers_gives_one_receipt(example, tmp_path):
 @needs_vllm
 @pytest.mark.slow
 def test_noise_that_cannot_be_stops_the_start(example, tmp_path):
-    noise = "error: {kind: fake_quantization, format: mxfp4, operands: weight}\n"
-    with pytest.raises(RuntimeError, match="fake_quantization"), example.server(tmp_path, noise):
+    noise = "error: {kind: relative_gaussian, scale: 0.1}\nlayers: [99]\n"
+    with (
+        pytest.raises(RuntimeError, match=r"noise of layers \[99\]"),
+        example.server(tmp_path, noise),
+    ):
         pytest.fail("the server must not start")
 
 

@@ -19,7 +19,7 @@ from aqnpipe.training.sampler_distance import SamplerDistance
 pytestmark = pytest.mark.usefixtures("rewards_that_teach")
 
 FUSED = {"attention": "fused", "error": {"kind": "relative_gaussian", "scale": 0.05}}
-MXFP4 = {"phases": ["rollout"], "error": {"kind": "fake_quantization", "format": "mxfp4"}}
+FIXED = {"attention": "decomposed", "error": {"kind": "relative_gaussian", "scale": 0.05, "redraw": "never"}}
 
 
 def changed(spec, **changes) -> TrainingSpec:
@@ -113,7 +113,7 @@ def test_the_record_names_the_rollout_backend(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("arm", "message"),
     [
-        ({"operator_noise": MXFP4}, "operator_noise.error is fake_quantization in the rollout"),
+        ({"operator_noise": FIXED}, "operator_noise.error is relative_gaussian with redraw: never"),
         ({"operator_noise": {**FUSED, "attention": "decomposed"}}, "operator_noise.attention is decomposed"),
     ],
 )

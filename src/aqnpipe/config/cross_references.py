@@ -275,9 +275,13 @@ def _scales_float16(scope: Scope, loss_scale: int) -> str | None:
 
 
 def _fits_vllm(scope: Scope, error: Any, *_: str) -> str | None:
-    is_other = scope.study.generation.backend == "vllm" and is_without_vllm(error)
-    fitting = f"an error that vLLM can compute, not {name_of(error)}, or generation.backend: transformers"
-    return fitting if is_other else None
+    generation = scope.study.generation
+    if generation.backend != "vllm":
+        return None
+    if is_without_vllm(error):
+        return f"an error that vLLM can compute, not {name_of(error)}, or generation.backend: transformers"
+    is_divided = isinstance(error, FakeQuantization) and generation.tensor_parallel > 1
+    return "an error of results, as generation.tensor_parallel divides operands" if is_divided else None
 
 
 def _fused_for_vllm(scope: Scope, attention: str, role: str) -> str | None:

@@ -78,8 +78,8 @@ class GenerationConfig(FrozenModel):
 
 
 def is_without_vllm(error: ErrorModel) -> bool:
-    """Return whether vLLM cannot have an error: of operands, measured, fixed (attention), or a custom one."""
-    return isinstance(error, FakeQuantization | MeasuredError | CustomError) or is_fixed(error)
+    """Return whether vLLM cannot have an error: measured, fixed (attention), or a custom one."""
+    return isinstance(error, MeasuredError | CustomError) or is_fixed(error)
 
 
 def name_of(error: ErrorModel) -> str:
@@ -95,7 +95,7 @@ def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
     noise = arm.operator_noise
     if noise is None or not noise.is_active or "rollout" not in noise.phases:
         return None
-    if noise.attention != "fused":
+    if noise.attention != "fused" and not isinstance(noise.error, FakeQuantization):
         return (
             f"operator_noise.attention is {noise.attention} in the rollout, expected fused (with the "
             "model's attention: sdpa): vLLM computes attention as one operator"

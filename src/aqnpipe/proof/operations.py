@@ -52,6 +52,9 @@ All others are refused in noised layers: fused experts, quantised products, oper
 outside of the module that has the error.
 """
 
+ATTENTION_OF_VLLM = "vllm.unified_attention_with_output"
+"""vLLM's attention, which multiplies no weights."""
+
 COLLECTIVES = frozenset({"_c10d_functional", "c10d", "fsdp"})
 """Namespaces of operations that move tensors between processes."""
 

@@ -35,6 +35,7 @@ from aqnpipe.proof.names import operator_name
 from aqnpipe.proof.norms import ATTENTION, NORM, NORM_GRADIENT, RESULTS, SUM
 from aqnpipe.proof.observation import Mode, Observation
 from aqnpipe.proof.operations import (
+    ATTENTION_OF_VLLM,
     COLLECTIVES,
     NO_PRODUCTS_OF_VLLM,
     arguments_of,
@@ -249,7 +250,9 @@ class OperatorAudit:
             is_module_error=namespace == "aqnpipe" and name == MODULE_ERROR,
             is_harmless=is_known(function)
             or (namespace == "aten" and is_no_product(name))
-            or f"{namespace}.{name}" in NO_PRODUCTS_OF_VLLM,
+            or f"{namespace}.{name}" in NO_PRODUCTS_OF_VLLM
+            # What rounds operands rounds those of products with a weight.
+            or (self._is_quantized and f"{namespace}.{name}" == ATTENTION_OF_VLLM),
         )
         return found
 

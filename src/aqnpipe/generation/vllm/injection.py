@@ -3,7 +3,8 @@
 vLLM's products are those of torch. What is different is where they are:
 
 - Merged modules (qkv_proj, gate_up_proj) compute several projections in one product, which has one error. Module noise
-  and faults of single projections act on their columns, through `Tap` modules.
+  and faults of single projections act on their columns, through `Tap` modules. Where operands are rounded, every
+  projection is a product with a rounded weight of its own.
 - Attention is a kernel of the engine over its own cache. Its module is one operator, with noise on its result
   (`attention: fused`). The two products inside are out of reach.
 - Keys and values are rounded where a module of attention gets them, before it writes them into its cache.
@@ -30,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aqnpipe.config.generation import is_without_vllm
-from aqnpipe.config.noise import ModuleNoise, OperatorNoise, Phase
+from aqnpipe.config.noise import FakeQuantization, ModuleNoise, OperatorNoise, Phase
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.linears import Linear
@@ -74,6 +75,10 @@ def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
     for fault in noise.faults:
         engine.site_module(engine.model, fault.layer, fault.site)
     if operators is None:
+        return
+    if isinstance(operators.error, FakeQuantization):
+        if engine.shards:
+            raise ModelError(f"{name}: rounding of operands needs whole ones, expected tensor_parallel: 1")
         return
     if operators.attention != "fused":
         raise ModelError(
@@ -154,6 +159,9 @@ class EngineSites(ModelSites):
         self._operators: OperatorNoise | None = noise.operator_noise_in(noise.phase)
         modules: ModuleNoise | None = noise.module_noise_in(noise.phase)
         self._selected = engine.select(modules.modules, modules.exclude) if modules is not None else []
+        self._is_quantized = self._operators is not None and isinstance(self._operators.error, FakeQuantization)
+        # Merged modules then compute every projection by itself: of an input of its own, or of a rounded weight.
+        self._separates = self._is_quantized or (modules is not None and modules.point == "input")
         self._noises_inputs = modules is not None and modules.point == "input"
         self._faulty = {(fault.layer, fault.site) for fault in noise.faults}
         self._sums = {layer for layer, site in self._faulty if site == "layer_output"}
@@ -272,7 +280,8 @@ class EngineSites(ModelSites):
         """The modules that compute one operator as a whole: part, operator, and name in words."""
         found: dict[nn.Module, tuple[int, str, str]] = {}
         for part, layer in enumerate(self._engine.layers):
-            if self._has_error(part):
+            # A rounding of operands has no result of its own.
+            if self._has_error(part) and not self._is_quantized:
                 found |= dict.fromkeys(layer.attentions, (part, ATTENTION, f"attention in {layer.name}"))
                 for linear in layer.linears:
                     if linear.is_summed:
@@ -301,6 +310,8 @@ class EngineSites(ModelSites):
 
     def _is_changed_inside(self, part: int, linear: Linear) -> bool:
         """Return whether noise or faults act on single projections, or on the output projection."""
+        if linear.is_merged and self._is_quantized:
+            return True
         layer = part if part < len(self.layers) else None
         names = {projection.name for projection in linear.projections}
         faulty = linear.is_merged and any((layer, name) in self._faulty for name in names)
@@ -311,7 +322,7 @@ class EngineSites(ModelSites):
         paths, head = {module: path for path, module in self.model.named_modules()}, self._engine.head
         found = {}
         for part, linear in self._linears:
-            is_split = linear.is_merged and self._noises_inputs and self._is_changed_inside(part, linear)
+            is_split = linear.is_merged and self._separates and self._is_changed_inside(part, linear)
             if linear is not head and not linear.is_summed and not is_split:
                 found[linear.module] = (part, paths[linear.module])
         is_changed = self._is_changed_inside(len(self.layers), head) or head.projections[0].output_shard is not None
@@ -367,7 +378,7 @@ class EngineSites(ModelSites):
         elif not linear.is_merged:
             tap = linear.projections[0].input
             keep(stack, linear.module.register_forward_pre_hook(partial(on_input, tap)))
-        elif self._noises_inputs:
+        elif self._separates:
             replace(stack, method, "apply", partial(_separate_products, linear))
 
     def _enter(self, columns: _Columns, *_: Any) -> None:
