@@ -212,7 +212,8 @@ class OperatorAudit:
         if is_into:
             arguments.pop("out", None)
         operations = 0
-        if self.request.counts_operations and not torch._C._current_autograd_node():
+        counts = self.request.counts_operations and not self.receipt.forward.flops
+        if counts and not torch._C._current_autograd_node():
             operations = operations_of(function, args, kwargs, result)
             observation.operations += operations
         if self._product(observation, operator, arguments, result, is_into=is_into):
