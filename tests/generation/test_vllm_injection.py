@@ -106,7 +106,7 @@ def test_a_cache_in_another_format_in_another_phase_changes_nothing():
 def test_layers_without_keys_and_values_are_one_line():
     engine = made_up_engine()
     engine.layers[1].attentions[0].kv_sharing_target_layer_name = "layers.0"
-    with pytest.raises(ModelError, match=r"kv_cache: layer 1 has no keys and values of its own; generation\.backend"):
+    with pytest.raises(ModelError, match=r"kv_cache: layer 1 stores no keys and values; generation\.backend"):
         run(cached(), engine)
 
 

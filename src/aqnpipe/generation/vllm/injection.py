@@ -69,7 +69,7 @@ def check_noise_is_supported(engine: EngineModel, noise: PassNoise) -> None:
     if noise.cache_noise_in(noise.phase) is not None:
         for index, layer in enumerate(engine.layers):
             if len(layer.attentions) != 1 or getattr(layer.attentions[0], "kv_sharing_target_layer_name", None):
-                raise ModelError(f"{name}: kv_cache: layer {index} has no keys and values of its own; {advice}")
+                raise ModelError(f"{name}: kv_cache: layer {index} stores no keys and values; {advice}")
     if modules is not None:
         engine.select(modules.modules, modules.exclude)
     for fault in noise.faults:
