@@ -39,8 +39,8 @@ _CHUNK = 1 << 20
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd number, as a signed one of 64 bits."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COLLECTIVES = ("c10d", "_c10d_functional")
-"""Operators whose results contain those of other workers."""
+_COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
+"""Operators whose results contain those of other workers, or memory that is not filled yet."""
 _AGAIN = 8
 """Calls of the operator that differs on its own operands, which show whether it repeats."""
 
@@ -199,7 +199,7 @@ class Verifier:
         tensors |= {f"again{number}": value for number, value in enumerate(again[0] if again else ())}
         path = self._folder / f"verification-step{step}-worker{rank}.safetensors"
         about = {"operator": str(differing.function), "place": differing.place, "label": self._label}
-        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, path, about)
+        save_file({name: _copy(value).cpu().contiguous() for name, value in tensors.items()}, path, about)
         others = sum(any(not _is_equal(*pair) for pair in zip(again[0], one, strict=True)) for one in again[1:])
         unsteady = f" (on the same operands, {others} of {len(again) - 1} more calls give other bits)" if others else ""
         return f"{unsteady}, operands in {path}"
