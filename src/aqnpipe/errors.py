@@ -64,8 +64,8 @@ class VerificationError(TrainingError):
     """A micro-batch that was computed twice gave other bits the second time: the device errs."""
 
     advice = (
-        "test the device with `aqnpipe diagnose MODEL --device ...`; on a sound one the same command continues from the "
-        "last resume point"
+        "test the device with `aqnpipe diagnose MODEL --device ...`; on a sound one the same command continues from "
+        "the last resume point"
     )
 
 

@@ -364,16 +364,17 @@ class NoisyGRPOTrainer(GRPOTrainer):
     def _unrecorded(self, step: int) -> Iterator[None]:
         """Keep what the body computes out of receipt, audit and log, and keep its faults' thresholds."""
         plan, distance = self.noise_plan, self._sampler_distance
-        metrics: dict[str, dict[str, list[float]]] = self._metrics
+        trainer: Any = self
+        metrics = trainer._metrics
         faults = ActiveFaults.of(plan.spec.faults, plan.faults.states())
         self.noise_plan = replace(plan, recorder=plan.recorder.for_rehearsal(), faults=faults)
-        self._metrics = {mode: defaultdict(list) for mode in metrics}
+        trainer._metrics = {mode: defaultdict(list) for mode in metrics}
         self._sampler_distance = SamplerDistance()
         try:
             with self.audit.rehearsal(step):
                 yield
         finally:
-            self.noise_plan, self._metrics, self._sampler_distance = plan, metrics, distance
+            self.noise_plan, trainer._metrics, self._sampler_distance = plan, metrics, distance
 
     def _divided(self, batch: Batch) -> list[Batch]:
         most = self._tokens_per_micro_batch
