@@ -115,7 +115,7 @@ class KernelFault(Artifact):
     def explains(self, other: "KernelFault") -> bool:
         """Return whether both are the same lanes of one operator, in results of any width up to this one's."""
         same = (self.operator, self.dtype) == (other.operator, other.dtype)
-        return same and other.columns == self.wrong_columns(other.num_columns)
+        return same and set(other.columns) <= set(self.wrong_columns(other.num_columns))
 
     def with_calls_of(self, other: "KernelFault") -> "KernelFault":
         """Return this fault with the shapes and calls of another that is the same."""

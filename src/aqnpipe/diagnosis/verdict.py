@@ -179,10 +179,12 @@ def _faults_in_words(faults: Sequence[LocatedFault], kernels: Sequence[KernelFau
     """Return the kernels that err, and the faults; those that are the lanes of a kernel at several sites by site."""
     lines = [kernel.in_words for kernel in kernels]
     lanes = [kernel.wrong_columns for kernel in kernels]
-    explained = [fault for fault in faults if fault.channels in [of(fault.num_channels or 0) for of in lanes]]
-    if len(explained) > 1:
-        lines.append(f"seen at {', '.join(dict.fromkeys(fault.site for fault in explained))}")
-        faults = [fault for fault in faults if fault not in explained]
+    sites = [fault.site for fault in faults if fault.channels in [of(fault.num_channels or 0) for of in lanes]]
+    # The lanes of the gradient of a weight are its input channels.
+    sites += [site.replace(".input_", ".weight_") for site in sites if ".input_" in site]
+    if len(sites) > 1:
+        lines.append(f"seen at {', '.join(dict.fromkeys(fault.site for fault in faults if fault.site in sites))}")
+        faults = [fault for fault in faults if fault.site not in sites]
     return "; ".join([*lines, *map(_fault_in_words, faults)])
 
 
