@@ -60,6 +60,15 @@ class TrainingError(AqnpipeError):
     advice = "look at the last steps in the log; a lower training.learning_rate or max_grad_norm usually helps"
 
 
+class VerificationError(TrainingError):
+    """A micro-batch that was computed twice gave other bits the second time: the device errs."""
+
+    advice = (
+        "test the device with `aqnpipe diagnose MODEL --device ...`; on a sound one the same command continues from "
+        "the last resume point"
+    )
+
+
 class NoRewardError(TrainingError):
     """The rewards of no group differed, so a run had nothing to learn from."""
 

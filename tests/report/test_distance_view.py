@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from aqnpipe.artifacts.training_facts import DistanceGrowth
-from aqnpipe.report.training import engine_sentences, growth_sentences
+from aqnpipe.report.training import engine_sentences, growth_sentences, verified_sentences
 from aqnpipe.report.words import load_words
 
 EN, ZH = load_words("en"), load_words("zh")
@@ -54,3 +54,12 @@ def test_the_alert_names_the_runs_that_have_grown_the_most(words, expected):
     assert "0.05" in sentences[0]
     assert "first and last 5 rollouts" in sentences[0] or words is ZH
     assert "2" in sentences[-1]
+
+
+def test_the_caption_counts_the_steps_that_were_verified():
+    def verified(*steps):
+        return SimpleNamespace(record=SimpleNamespace(training=SimpleNamespace(verified_steps=steps, steps=40)))
+
+    assert verified_sentences([verified(), run("E5", 0, facts=False)], EN) == []
+    (sentence,) = verified_sentences([verified(20, 40), verified(40), run("E5", 0, facts=False)], EN)
+    assert sentence.startswith("In 3 of 80 optimiser steps a micro-batch was computed twice")

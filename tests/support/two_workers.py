@@ -55,9 +55,14 @@ def logs(folder: Path) -> str:
 def train(job) -> None:
     """Run one training job, from its newest resume point; `kill_after`: worker 0 is killed after that step.
 
-    `teach` false: rewards are those of the answers.
+    `teach` false: rewards are those of the answers. `errs`: an operator of one worker errs in every third
+    call.
     """
+    from contextlib import nullcontext
+    from itertools import count
+
     import pytest
+    from erring_kernels import erring
     from tiny_training import inputs_in, teach
     from torch import distributed
 
@@ -86,8 +91,14 @@ def train(job) -> None:
     built = []
     plain_build = run._build_trainer
     run._build_trainer = lambda *args: built.append(plain_build(*args)) or built[0]
+    errs = job.get("errs", {})
+    calls = count()
+    is_here = errs.get("rank") == distributed.get_rank()
     try:
-        run.run_worker(TrainingSpec.model_validate(job["spec"]), inputs_in(Path(job["inputs"])), workspace, point[0])
+        with erring(errs["operator"], lambda: next(calls) % 3 == 0) if is_here else nullcontext():
+            run.run_worker(
+                TrainingSpec.model_validate(job["spec"]), inputs_in(Path(job["inputs"])), workspace, point[0]
+            )
     finally:
         run._build_trainer = plain_build
         patch.undo()

@@ -22,6 +22,9 @@ FaultKind = Literal["dead_zone", "saturation", "noise", "bias", "spike", "gain",
 SENSITIVITY_SCALE = 0.1
 """Relative scale of the noise that `sensitivity` in a LayerTable is of; the estimate is proportional to its square."""
 
+_SHOWN = 8
+"""Columns of a kernel that are listed in words."""
+
 Outcome = Literal["healthy", "fault", "abstain", "error"]
 """The verdict on a device; error if it could not be diagnosed at all."""
 
@@ -86,6 +89,53 @@ class TilePlace(Artifact):
 
     width: int
     offsets: tuple[int, ...]
+
+
+class KernelFault(Artifact):
+    """An operator of the device with wrong results: which output columns and rows, in how many of its calls.
+
+    `shapes`: rows x columns x terms of products, else the shape of the result; `columns` are of the widest result.
+    """
+
+    operator: str = Field(description="name of torch's operator, such as addmm")
+    shapes: tuple[str, ...]
+    dtype: str
+    columns: tuple[int, ...] = Field(description="wrong output columns")
+    num_columns: int
+    column_tile: TilePlace | None = Field(description="null if the wrong columns have no period")
+    row_tile: TilePlace | None = Field(description="null if the wrong rows have no period")
+    wrong_calls: int
+    calls: int = Field(description="calls that were computed again on the host, of all shapes with these columns")
+
+    def wrong_columns(self, width: int) -> tuple[int, ...]:
+        """Return the columns that are wrong in a result with `width` columns."""
+        tile = self.column_tile
+        return tuple(c for c in range(width) if (c in self.columns if tile is None else c % tile.width in tile.offsets))
+
+    def explains(self, other: "KernelFault") -> bool:
+        """Return whether both are the same lanes of one operator, in results of any width up to this one's."""
+        same = (self.operator, self.dtype) == (other.operator, other.dtype)
+        return same and set(other.columns) <= set(self.wrong_columns(other.num_columns))
+
+    def with_calls_of(self, other: "KernelFault") -> "KernelFault":
+        """Return this fault with the shapes and calls of another that is the same."""
+        calls = {"wrong_calls": self.wrong_calls + other.wrong_calls, "calls": self.calls + other.calls}
+        return self.model_copy(update={"shapes": self.shapes + other.shapes, **calls})
+
+    @property
+    def in_words(self) -> str:
+        """As in: addmm 256x128x512 bfloat16, output columns 13, 45 of every 64, in 112 of 112 calls."""
+        offsets, width = self.columns, f"{self.num_columns}"
+        if self.column_tile:
+            offsets, width = self.column_tile.offsets, f"every {self.column_tile.width}"
+        shown = ", ".join(map(str, offsets[:_SHOWN])) + (", ..." if len(offsets) > _SHOWN else "")
+        columns = "all" if len(self.columns) == self.num_columns else f"{shown} of {width}"
+        rows, more = "", len(self.shapes) - 1
+        if self.row_tile:
+            rows = f", rows {', '.join(map(str, self.row_tile.offsets))} of every {self.row_tile.width}"
+        shapes = self.shapes[0] + (f" (and {more} other shape{'s'[: more - 1]})" if more else "")
+        lanes = f"output columns {columns}{rows}, in {self.wrong_calls} of {self.calls} calls"
+        return f"{self.operator} {shapes} {self.dtype}, {lanes}"
 
 
 class LocatedFault(Artifact):
@@ -169,6 +219,10 @@ class Verdict(Artifact):
     site: str | None = None
     num_faulty_channels: int | None = None
     faults: tuple[LocatedFault, ...] = ()
+    kernels: tuple[KernelFault, ...] = Field(
+        default=(),
+        description="operators of the device that err, most wrong calls first; `faults` are the evidence",
+    )
     findings: tuple[Finding, ...]
     method: DiagnosisMethod = "statistical"
     untested: tuple[Untested, ...] = Field(default=(), description="what the exact probes did not test")
@@ -346,6 +400,7 @@ class DeviceReport(Artifact):
     verdict: Outcome
     reason: str
     faults: tuple[LocatedFault, ...] = ()
+    kernels: tuple[KernelFault, ...] = ()
     untested: tuple[Untested, ...] = Field(default=(), description="what no run tested")
     forward_equivalents: float = Field(default=0.0, ge=0)
     seconds: float = Field(default=0.0, ge=0)

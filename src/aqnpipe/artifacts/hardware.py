@@ -11,6 +11,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.device import name_of_device, uuid_of_device, visible_ids
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _SECONDS_TO_ANSWER = 20
-_NVIDIA_FIELDS = ("uuid", "serial", "driver_version", "temperature.gpu")
+_NVIDIA_FIELDS = ("uuid", "serial", "pci.bus_id", "driver_version", "temperature.gpu")
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower")
 _UNKNOWN = ("", "N/A", "[N/A]", "NA", "-", "[Not Supported]")
 
@@ -29,6 +31,7 @@ class Hardware(Artifact):
     name: str
     uuid: str | None = None
     serial: str | None = None
+    slot: str | None = Field(default=None, description="address on the PCI bus")
     driver: str | None = None
     toolkit: str | None = None
     temperature_celsius: float | None = None
@@ -61,6 +64,7 @@ def _nvidia(device: "torch.device") -> Hardware:
         name=name_of_device(device) or str(device),
         uuid=uuid,
         serial=facts.get("serial"),
+        slot=facts.get("pci.bus_id"),
         driver=facts.get("driver_version"),
         toolkit=toolkit,
         temperature_celsius=_number(facts.get("temperature.gpu")),

@@ -66,6 +66,7 @@ class TrainingFacts(Artifact):
     num_workers: int
     steps: int = Field(description="updates that the optimiser made")
     audited_steps: tuple[int, ...] = Field(description="steps whose numbers were recomputed")
+    verified_steps: tuple[int, ...] = Field(default=(), description="steps of which a micro-batch was computed twice")
     arguments: dict[str, str | int | float | bool | None] = Field(description="settings that the trainer held")
     optimizer: dict[str, str | float] = Field(description="kind and settings of the optimiser")
     learning_rates: tuple[ConstantRate, ...] = Field(description="learning rates that the optimiser used, in order")
@@ -265,6 +266,7 @@ def _completeness_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str
             sorted(facts.checkpoints),
             sorted(training.checkpoint_steps(spec.num_steps)),
         ),
+        "verified steps": (list(facts.verified_steps), training.verified_steps(spec.num_steps)),
         "validations": (sorted(facts.validated), sorted(training.validation_steps(spec.num_steps))),
     }
     for name, (found, expected) in counts.items():

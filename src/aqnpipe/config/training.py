@@ -72,6 +72,12 @@ class Reward(FrozenModel):
         return self.model_copy(update={"source_sha256": digest})
 
 
+class VerifyConfig(FrozenModel):
+    """Repetition of a drawn micro-batch of some steps, to find a device that errs before it spoils the weights."""
+
+    every: int = Field(ge=1, description="optimiser steps between verified steps; the last step always is one")
+
+
 class TrainingConfig(FrozenModel):
     """Hyper-parameters of GRPO with a token-mean loss and no entropy bonus."""
 
@@ -130,6 +136,12 @@ class TrainingConfig(FrozenModel):
     )
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass instead of storing them"
+    )
+    verify: VerifyConfig | None = Field(
+        default=None,
+        exclude_if=lambda verify: verify is None,
+        description="compute a drawn micro-batch of some steps twice, and stop the run before the optimiser uses it if "
+        "a bit of its loss or gradients differs; changes no result; null: never",
     )
     lora: LoraConfig | None = Field(default=None, description="train low-rank adapters; null trains all weights")
     temperature: float = Field(default=1.0, gt=0)
@@ -233,6 +245,10 @@ class TrainingConfig(FrozenModel):
     def validation_steps(self, num_steps: int) -> list[int]:
         """Return the steps after which the policy is validated: every `validate_every`-th and the last."""
         return _every(self.validate_every, num_steps)
+
+    def verified_steps(self, num_steps: int) -> list[int]:
+        """Return the steps of which a micro-batch is computed twice: every `verify.every`-th and the last, or none."""
+        return _every(self.verify.every, num_steps) if self.verify else []
 
 
 def _every(interval: int | None, num_steps: int) -> list[int]:

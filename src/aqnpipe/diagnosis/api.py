@@ -22,6 +22,7 @@ from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.model import Dtype
 from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.diagnose import diagnose_model, layer_metrics
+from aqnpipe.diagnosis.kernels import write_reproducer
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.loading import weights_sha256
@@ -38,6 +39,7 @@ def diagnose(
     faults: Sequence[Fault | str] = (),
     name: str | None = None,
     weights: Path | None = None,
+    reproducer: Path | None = None,
     show_progress: Callable[[str], None] = lambda line: None,
     **options: object,
 ) -> DiagnosisFile:
@@ -53,6 +55,7 @@ def diagnose(
     - faults: faults to simulate, as in `type=saturation,layer=3,magnitude=0.3`.
     - name: the name of the model in the result.
     - weights: the folder that the model was loaded from and has not changed since; its weights are compared with it.
+    - reproducer: a folder; if a kernel errs, a short script that shows it without aqnpipe is written there.
     - show_progress: called with a line of text before each part of the work.
     - options: settings of the diagnosis by their names in a study (`seed`, `num_prompts`, ...).
 
@@ -69,6 +72,9 @@ def diagnose(
         diagnosed = diagnose_model(
             model, prompts, config, faults=simulated, method=method, show_progress=show_progress, weights=weights
         )
+    if reproducer is not None and diagnosed.kernels is not None:
+        kernels, device = diagnosed.verdict.kernels, str(device_of(model))
+        write_reproducer(diagnosed.kernels, kernels, device, reproducer, simulated=bool(simulated))
     settings = getattr(model, "config", None)
     return DiagnosisFile.model_validate(
         {

@@ -5,6 +5,7 @@ from scipy import stats
 from aqnpipe.artifacts.diagnoses import (
     DeviceReport,
     DiagnosisFile,
+    KernelFault,
     LocatedFault,
     Outcome,
     Rate,
@@ -80,6 +81,7 @@ class RunsOfDevice:
         self._records: list[RunRecord] = []
         self._files: list[DiagnosisFile] = []
         self._faults: dict[tuple[int | None, str], LocatedFault] = {}
+        self._kernels: tuple[KernelFault, ...] = ()
         self._untested: tuple[Untested, ...] = ()
 
     @property
@@ -93,6 +95,7 @@ class RunsOfDevice:
         others = file.untested if not self._records else self._untested
         self._untested = tuple(part for part in file.untested if part in others)
         self._records.append(record)
+        self._kernels = self._kernels or file.kernels
         for fault in file.faults:
             self._faults.setdefault((fault.layer, fault.site), fault)
 
@@ -106,6 +109,7 @@ class RunsOfDevice:
             verdict=verdict,
             reason=reason,
             faults=tuple(self._faults.values()),
+            kernels=self._kernels,
             untested=self._untested,
             forward_equivalents=sum(record.forward_equivalents for record in self._records),
             seconds=sum(record.seconds for record in self._records),

@@ -17,6 +17,7 @@ from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.capture import NonFiniteOutputError
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES
 from aqnpipe.diagnosis.exact_probes import ExactResult, run_exact
+from aqnpipe.diagnosis.kernels import Kernels, kernel_faults, observe_kernels
 from aqnpipe.diagnosis.scans import run_scans
 from aqnpipe.diagnosis.stored_weights import compare_with_file
 from aqnpipe.diagnosis.verdict import judge, scanned_fault
@@ -36,6 +37,7 @@ class Diagnosed:
     verdict: Verdict
     exact: ExactResult | None
     table: pl.DataFrame | None
+    kernels: Kernels | None = None
     unscanned: NonFiniteOutputError | None = None
 
 
@@ -48,10 +50,12 @@ def diagnose_model(
     method: DiagnosisMethod = "all",
     show_progress: Callable[[str], None] = lambda line: None,
     weights: Path | None = None,
+    names_kernels: bool = True,
 ) -> Diagnosed:
     """Diagnose `model` by `method`; the scans use the prompts [tokens]. Weights and mode are restored.
 
-    With `weights`, the folder that the model was loaded from, exact probes compare every weight with its file.
+    `names_kernels`: where exact probes find a fault, operators are computed again to say which kernels err. With
+    `weights`, the folder that the model was loaded from, exact probes compare every weight with its file.
 
     A layer with finite weights that outputs NaN or infinity is a fault, and no scan is reported. Raises ModelError if
     the layer or site of a fault does not exist or weights are not finite, ReceiptError if a simulated fault changed no
@@ -63,13 +67,15 @@ def diagnose_model(
             (None, None) if method == "exact" else _scan(model, prompt_ids, config, weights, show_progress)
         )
         exact = None if method == "statistical" else run_exact(model, config, show_progress, weights)
+        kernels = observe_kernels(model, prompt_ids[0]) if names_kernels and exact and exact.faults else None
+    wrong = kernel_faults(kernels) if kernels else ()
     simulated = list(map(describe_fault, faults, rows))
     if unscanned is None:
-        verdict = judge(exact, scans, config, simulated, next(model.parameters()).device.type)
+        verdict = judge(exact, scans, config, simulated, next(model.parameters()).device.type, wrong)
     else:
-        judged = judge(exact, None, config, simulated) if exact else None
+        judged = judge(exact, None, config, simulated, kernels=wrong) if exact else None
         verdict = _verdict_without_scans(unscanned, judged, model, simulated)
-    return Diagnosed(verdict, exact, scans[0] if scans else None, unscanned)
+    return Diagnosed(verdict, exact, scans[0] if scans else None, kernels, unscanned)
 
 
 def _scan(

@@ -67,7 +67,13 @@ def diagnose(
     model = load_model(model_dir, dtype=dtype, attention=attention, device=target)
     progress = _paced(lambda line: say(f"{'/'.join(names)}: {line}"))
     diagnosed = diagnose_model(
-        model, prompt_ids, config, faults=machine.faults, weights=model_dir, show_progress=progress
+        model,
+        prompt_ids,
+        config,
+        faults=machine.faults,
+        weights=model_dir,
+        show_progress=progress,
+        names_kernels=not machine.faults,
     )
     if diagnosed.table is None:
         raise diagnosed.unscanned or ModelError("a diagnosis by all methods gave no table of layers; this is a bug")

@@ -9,7 +9,7 @@ import polars as pl
 import torch
 from scipy import stats
 
-from aqnpipe.artifacts.diagnoses import Finding, LocatedFault, Verdict
+from aqnpipe.artifacts.diagnoses import Finding, KernelFault, LocatedFault, Verdict
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS
 from aqnpipe.diagnosis.exact_probes import ExactResult
@@ -30,19 +30,21 @@ def judge(
     config: DiagnosisConfig,
     simulated_faults: Sequence[dict[str, object]] = (),
     device: str = "cpu",
+    kernels: Sequence[KernelFault] = (),
 ) -> Verdict:
     """Return the verdict on the exact result, the scans (LayerTable, findings, forward equivalents), or both.
 
     If exact probes ran, they decide whatever the scans found: any output that differs from the known answer by more
     than the tolerance of its probe is a fault, and without one the machine is healthy in what was tested. `device`: its
-    class (`cpu`, `cuda`, `npu`), on which scans alone ran. Raises ValueError if neither ran.
+    class (`cpu`, `cuda`, `npu`), on which scans alone ran. `kernels`: those behind the exact result. Raises ValueError
+    if neither ran.
     """
     shared: dict[str, Any] = {"simulated_faults": tuple(simulated_faults)}
     if scans is not None:
         table, findings, cost = scans
         shared |= {"findings": tuple(findings), "statistical_forward_equivalents": cost, "num_layers": table.height}
     if exact is not None:
-        decided = _exact_verdict(exact, config)
+        decided = _exact_verdict(exact, config, kernels)
         if scans is not None:
             decided["reason"] += _comparative_findings(scans[1])
         decided |= {"method": "exact" if scans is None else "all"}
@@ -58,11 +60,11 @@ def judge(
     return Verdict.model_validate({**shared, **decided, "forward_equivalents": costs})
 
 
-def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any]:
+def _exact_verdict(exact: ExactResult, config: DiagnosisConfig, kernels: Sequence[KernelFault]) -> dict[str, Any]:
     miss = (1 - config.intermittent_rate) ** exact.elements_per_channel
     first = exact.faults[0] if exact.faults else None
     if exact.faults:
-        reason = "; ".join(_fault_in_words(fault) for fault in exact.faults)
+        reason = _faults_in_words(exact.faults, kernels)
     else:
         reason = "no wrong value at any site with a known answer"
     call_rate = 1 - _MISSED_CALLS ** (1 / exact.calls_per_site)
@@ -82,6 +84,7 @@ def _exact_verdict(exact: ExactResult, config: DiagnosisConfig) -> dict[str, Any
         "site": first.site if first else None,
         "num_faulty_channels": first.num_faulty_channels if first else None,
         "faults": exact.faults,
+        "kernels": tuple(kernels),
         "untested": exact.untested,
         "reordered_sites": exact.reordered,
         "elements_per_channel": exact.elements_per_channel,
@@ -170,6 +173,19 @@ def scanned_fault(layer: int | None, site: str, kind: str, scans: Sequence[str],
             "evidence": evidence,
         }
     )
+
+
+def _faults_in_words(faults: Sequence[LocatedFault], kernels: Sequence[KernelFault]) -> str:
+    """Return the kernels that err, and the faults; those that are the lanes of a kernel at several sites by site."""
+    lines = [kernel.in_words for kernel in kernels]
+    lanes = [kernel.wrong_columns for kernel in kernels]
+    sites = [fault.site for fault in faults if fault.channels in [of(fault.num_channels or 0) for of in lanes]]
+    # The lanes of the gradient of a weight are its input channels.
+    sites += [site.replace(".input_", ".weight_") for site in sites if ".input_" in site]
+    if len(sites) > 1:
+        lines.append(f"seen at {', '.join(dict.fromkeys(fault.site for fault in faults if fault.site in sites))}")
+        faults = [fault for fault in faults if fault.site not in sites]
+    return "; ".join([*lines, *map(_fault_in_words, faults)])
 
 
 def _fault_in_words(fault: LocatedFault) -> str:

@@ -346,6 +346,7 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
     alerts = (*leap_sentences(found, runs, words), *growth_sentences(runs, words), *engine_sentences(runs, words))
     curves = tables.curve_tables(runs, words)
     caption = [words("training.caption")]
+    caption += training.verified_sentences(runs, words)
     caption += [] if curves else [words("training.no_curve_tables", runs=len(runs))]
     caption += cut
     return Figure(

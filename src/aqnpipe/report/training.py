@@ -159,6 +159,13 @@ def growth_sentences(runs: Sequence[Run], words: Words) -> list[str]:
     return [*sentences, *([words("distance.more_grown", count=more)] if more > 0 else [])]
 
 
+def verified_sentences(runs: Sequence[Run], words: Words) -> list[str]:
+    """Return a sentence on the steps of which a micro-batch was computed twice; nothing if there are none."""
+    facts = [run.record.training for run in runs if run.record.training]
+    verified = sum(len(of_run.verified_steps) for of_run in facts)
+    return [words("training.verified", verified=verified, steps=sum(of.steps for of in facts))] if verified else []
+
+
 def engine_sentences(runs: Sequence[Run], words: Words) -> list[str]:
     """Return a sentence if only some of the runs on vLLM used its batch-invariant mode, and one if any used graphs."""
     found, separator = [], words("list.separator")

@@ -134,8 +134,15 @@ def required_passes(spec: TrainingSpec) -> tuple[Row, ...]:
         return Row(phase, step, sequences=sequences, **known | columns)
 
     trained = {"trained_sequences": of_step, "formats": {num_format, f"{num_format} with dropout"}}
+    # A micro-batch that is computed twice, on a device other than a CPU.
+    verified = {
+        step - 1: {"algorithms": {"default", "deterministic"}} for step in training.verified_steps(spec.num_steps)
+    }
     return (
         *(row(phase, step, of_batch[step]) for phase in reads for step in steps),
-        *(row("actor_forward", step, of_batch[step] if scores_old else 0, **trained) for step in steps),
+        *(
+            row("actor_forward", step, of_batch[step] if scores_old else 0, **trained, **verified.get(step, {}))
+            for step in steps
+        ),
         *(row("validation", step, None, passes=int(step in validations)) for step in range(spec.num_steps + 1)),
     )

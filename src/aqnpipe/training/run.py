@@ -49,6 +49,7 @@ from aqnpipe.training.resume import ResumePoints
 from aqnpipe.training.rollout_backend import merges_adapters, open_rollouts
 from aqnpipe.training.sampler_distance import growth_line, growth_of
 from aqnpipe.training.trainer import NoisyGRPOTrainer
+from aqnpipe.training.verification import Verifier
 from aqnpipe.training.workspace import Workspace
 
 _EARLY_RECEIPTS = (1, 5)
@@ -226,6 +227,7 @@ def _build_trainer(
         processing_class=tokenizer,
         guard=guard,
         audit=audit,
+        verifier=Verifier(spec, run_label(spec), workspace.folder.parent),
         resume_points=resume_points,
         validation_accuracy=validation.accuracy,
         tokens_per_micro_batch=spec.training.tokens_per_micro_batch,

@@ -8,8 +8,10 @@ tests/training/test_trl_contract.py pins their signatures.
 import math
 import operator
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import adapters_off, has_adapters
-from aqnpipe.models.sharding import average_whole_gradients, shard_model, split_groups
+from aqnpipe.models.sharding import average_whole_gradients, gathered_weights, shard_model, split_groups
 from aqnpipe.models.shares import is_sharded, local
 from aqnpipe.noise.aqn import noised_actor
+from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.table import SYNC
 from aqnpipe.seeding import derive_seed
@@ -41,6 +44,7 @@ from aqnpipe.training.policy import BaseWeights, compute_in
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.resume import ResumePoints, load_rank_state, load_tensors, own_tensors, save_rank_state
 from aqnpipe.training.sampler_distance import SamplerDistance
+from aqnpipe.training.verification import LOSS, Verifier
 
 
 class PromptSampler(RepeatSampler):
@@ -90,6 +94,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         prompt_format: PromptFormat,
         guard: BreakdownGuard,
         audit: TrainingAudit,
+        verifier: Verifier,
         resume_points: ResumePoints,
         validation_accuracy: dict[int, float],
         tokens_per_micro_batch: int | None = None,
@@ -108,6 +113,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         self._prompt_format = prompt_format
         self._guard = guard
         self.audit = audit
+        self._verifier = verifier
         kl_coefficient = args.beta
         if has_adapters(model):
             # With beta 0 TRL does not load a second model for the reference.
@@ -132,6 +138,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
         self.use_vllm = args.vllm_importance_sampling_correction
         self.resume_points = resume_points
         audit.attach(self)
+        with gathered_weights(self.policy):
+            verifier.attach({name: weight for name, weight in self.policy.named_parameters() if weight.requires_grad})
 
     @property
     def policy(self) -> Any:
@@ -315,12 +323,10 @@ class NoisyGRPOTrainer(GRPOTrainer):
             is_last = self._micro_step == len(batches) - 1
             micro_step = self._step % self.args.gradient_accumulation_steps + self._micro_step
             with (
+                self._verified(model, batch, micro_step),
                 nullcontext() if is_last else self.accelerator.no_sync(model),
-                self._phase(model, "actor_forward", micro_step, backward=True),
             ):
-                with self.compute_loss_context_manager():
-                    loss = self.compute_loss(model, batch)
-                self.accelerator.backward(loss * self.loss_scale)
+                loss = self._learned_from(model, batch, micro_step)
             losses.append(loss.detach())
             self._guard.check("loss", loss.item(), self.state.global_step + 1)
             self.noise_plan.recorder.count_backward(self.state.global_step)
@@ -329,6 +335,46 @@ class NoisyGRPOTrainer(GRPOTrainer):
             self._average_by_tokens(batches)
         self._step += 1
         return torch.stack(losses).sum()
+
+    def _learned_from(self, model: Any, batch: Batch, micro_step: int) -> Tensor:
+        """Add the gradients of a micro-batch to those of the step; return its loss."""
+        with self._phase(model, "actor_forward", micro_step, backward=True), self._verifier.watching():
+            with self.compute_loss_context_manager():
+                loss: Tensor = self.compute_loss(model, batch)
+            self._verifier.note(LOSS, loss)
+            self.accelerator.backward(loss * self.loss_scale)
+        return loss
+
+    @contextmanager
+    def _verified(self, model: Any, batch: Batch, micro_step: int) -> Iterator[None]:
+        """Compute a micro-batch that is drawn for it once before the body, and compare both when the body has ended."""
+        step, place = self.state.global_step + 1, self._step % self.args.steps_per_generation
+        # One call of the trainer has all micro-batches of a step, or each has one.
+        number = max(len(self._micro_batches[place]), self.args.gradient_accumulation_steps)
+        if not self._verifier.is_drawn(step, micro_step, number):
+            yield
+            return
+        with self._verifier.comparing(self.policy, step, micro_step) as pair:
+            with pair.rehearsal(), self._unrecorded(step), self.accelerator.no_sync(model):
+                self._learned_from(model, batch, micro_step)
+            with pair.run():
+                yield
+
+    @contextmanager
+    def _unrecorded(self, step: int) -> Iterator[None]:
+        """Keep what the body computes out of receipt, audit and log, and keep its faults' thresholds."""
+        plan, distance = self.noise_plan, self._sampler_distance
+        trainer: Any = self
+        metrics = trainer._metrics
+        faults = ActiveFaults.of(plan.spec.faults, plan.faults.states())
+        self.noise_plan = replace(plan, recorder=plan.recorder.for_rehearsal(), faults=faults)
+        trainer._metrics = {mode: defaultdict(list) for mode in metrics}
+        self._sampler_distance = SamplerDistance()
+        try:
+            with self.audit.rehearsal(step):
+                yield
+        finally:
+            self.noise_plan, trainer._metrics, self._sampler_distance = plan, metrics, distance
 
     def _divided(self, batch: Batch) -> list[Batch]:
         most = self._tokens_per_micro_batch

@@ -42,16 +42,21 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where reports and logs go. No folder is made that does not exist."""
+    """Where reports, logs and reproducers go. No folder is made that does not exist."""
 
     json: Path | None
     history: Path | None
     logs: Path | None
+    reproducer: Path | None
 
     def check(self) -> None:
         """Raise StorageError unless everything can be written."""
         check_writable("--json", self.json)
-        for option, folder in (("--history", self.history), ("--logs", self.logs)):
+        for option, folder in (
+            ("--history", self.history),
+            ("--logs", self.logs),
+            ("--reproducer", self.reproducer),
+        ):
             if folder is not None:
                 check_folder(option, folder)
 
@@ -91,6 +96,10 @@ def diagnose(
     duration: Annotated[str | None, typer.Option(help="repeat with new seeds and shapes for 30s, 15m or 2h")] = None,
     history: Annotated[Path | None, typer.Option(help="existing folder: add the report under host and time")] = None,
     logs: Annotated[Path | None, typer.Option(help="existing folder for the log of every device")] = None,
+    reproducer: Annotated[
+        Path | None,
+        typer.Option(help="existing folder: if a kernel errs, write a script there that shows it without aqnpipe"),
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="two files of earlier diagnoses: what changed?")
     ] = None,
@@ -111,7 +120,7 @@ def diagnose(
         raise ConfigError("diagnose: found --device and --devices, expected one of the two")
     config = DiagnosisConfig(num_prompts=prompts, threads=threads, seed=seed)
     faults = tuple(parse_fault(spec) for spec in fault or ())
-    outputs = Outputs(json=json, history=history, logs=logs)
+    outputs = Outputs(json=json, history=history, logs=logs, reproducer=reproducer)
     outputs.check()
     if given & {"devices", "duration", "history", "logs"}:
         names = parse_devices("--devices", devices) if devices is not None else parse_devices("--device", device)
@@ -120,7 +129,7 @@ def diagnose(
         _leave(diagnose_node(source, names, seconds, method, config, faults, outputs).verdict)
     target = usable_device(device)
     source = find_model(model, dtype, attention, random_weights=random_weights)
-    _leave(diagnose_here(source, target, method, config, faults, json).verdict)
+    _leave(diagnose_here(source, target, method, config, faults, outputs).verdict)
 
 
 def parse_duration(text: str) -> float:
@@ -158,9 +167,9 @@ def diagnose_here(
     method: DiagnosisMethod,
     config: DiagnosisConfig,
     faults: tuple[Fault, ...],
-    json: Path | None,
+    outputs: Outputs,
 ) -> "DiagnosisFile":
-    """Diagnose `device`, print what was found and write it to `json` if there is one."""
+    """Diagnose `device`, print what was found and write it where `outputs` asks for it."""
     import torch
 
     from aqnpipe.artifacts.files import write_json
@@ -177,12 +186,13 @@ def diagnose_here(
             faults=faults,
             name=source.name,
             weights=None if source.random_weights else source.folder,
+            reproducer=outputs.reproducer,
             show_progress=status.update,
             **config.model_dump(),
         )
-    if json is not None:
-        write_json(json, file)
-        console.print(f"written: {json}")
+    if outputs.json is not None:
+        write_json(outputs.json, file)
+        console.print(f"written: {outputs.json}")
     show_diagnosis(file)
     return file
 
@@ -203,7 +213,7 @@ def diagnose_node(
     from aqnpipe.cli.diagnose.show import show_node
 
     def orders(folder: Path) -> "list[Order]":
-        return make_orders(folder, source, devices, duration_seconds, method, config, faults)
+        return make_orders(folder, source, devices, duration_seconds, method, config, faults, outputs.reproducer)
 
     started, clock = datetime.now(UTC), time.monotonic()
     with console_of(stderr=True).status("starting") as status:
@@ -251,6 +261,7 @@ def make_orders(
     method: DiagnosisMethod,
     config: DiagnosisConfig,
     faults: tuple[Fault, ...],
+    reproducer: Path | None = None,
 ) -> "list[Order]":
     """Return the orders of `devices`, whose reports are numbered files in `folder`."""
     from aqnpipe.cli.diagnose.worker import Order
@@ -264,6 +275,7 @@ def make_orders(
             faults=faults,
             duration_seconds=duration_seconds,
             report=folder / f"{number}.json",
+            reproducer=None if reproducer is None else reproducer / f"{number}.{device.replace(':', '-')}",
             parent=os.getpid(),
         )
         for number, device in enumerate(devices)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Rate,
         SiteRate,
     )
+    from aqnpipe.artifacts.hardware import Hardware
     from aqnpipe.diagnosis.node_comparison import Comparison
 
 _SHOWN_SCANS = ("gain", "kurtosis", "instability")
@@ -30,6 +31,8 @@ def show_diagnosis(file: "DiagnosisFile") -> None:
     console = console_of(stderr=False)
     console.print(Text(file.verdict.upper(), _STYLES[file.verdict]), f"{file.model} on {file.device}, {file.dtype}")
     console.print(Text(file.reason))
+    for line in next_steps(file):
+        console.print(Text(line))
     show_faults(console, file.faults)
     layers = table_of("Layers", left=("layer", "faulty sites"), right=("probed", "deviation", *_SHOWN_SCANS))
     for layer in file.layers:
@@ -63,6 +66,25 @@ def show_comparison(comparison: "Comparison") -> None:
     for line in comparison.lines:
         console.print(Text(line))
     console.print(Text(comparison.summary))
+
+
+def next_steps(file: "DiagnosisFile") -> list[str]:
+    """Return what to do about a fault: which card, what to report, and what was computed on it; nothing without one."""
+    if file.verdict != "fault":
+        return []
+    if file.simulated_faults:
+        return ["The fault is simulated; nothing follows for this device."]
+    proof = "the files of --reproducer" if file.kernels else "the file of --json (no kernel errs in every pass)"
+    return [
+        f"Take this device out of service: {_identity(file.hardware)}.",
+        f"Report to its vendor: these numbers, the line on the kernel above, and {proof}.",
+        "Weights trained on it since its last healthy diagnosis are in doubt; training.verify stops such runs.",
+    ]
+
+
+def _identity(hardware: "Hardware") -> str:
+    known = {"UUID": hardware.uuid, "serial number": hardware.serial, "slot": hardware.slot, "driver": hardware.driver}
+    return ", ".join([hardware.name, *(f"{name} {value}" for name, value in known.items() if value)])
 
 
 def show_faults(console: Console, faults: "Sequence[LocatedFault]") -> None:
@@ -116,7 +138,9 @@ def _untested_on(device: "DeviceReport") -> list[str]:
 
 def _show_device(console: Console, device: "DeviceReport") -> None:
     if device.verdict != "healthy":
-        console.print(Text(f"{device.device}: {device.reason}"))
+        kernels = "; ".join(kernel.in_words for kernel in device.kernels)
+        card = f"{_identity(device.hardware)}: " if device.hardware else ""
+        console.print(Text(f"{device.device}: {card}{kernels or device.reason}"), soft_wrap=True)
     show_faults(console, device.faults)
     for site in device.repetition.sites if device.repetition else ():
         console.print(f"{device.device}: {_where(site)}: {_rate(site.rate)}")

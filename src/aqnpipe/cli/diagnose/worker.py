@@ -39,6 +39,7 @@ class Order(FrozenModel):
     faults: tuple[Fault, ...]
     duration_seconds: float | None = Field(gt=0)
     report: Path
+    reproducer: Path | None = None
     parent: int = Field(description="process that waits for the report; the work ends with it")
 
 
@@ -117,6 +118,7 @@ def _run(order: Order, model: "nn.Module", runs: "RunsOfDevice", thermometer: "T
         faults=order.faults,
         name=order.model.name,
         weights=None if order.model.random_weights else order.model.folder,
+        reproducer=order.reproducer,
         show_progress=stop.check,
         **config.model_dump(),
     )

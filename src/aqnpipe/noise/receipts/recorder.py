@@ -94,6 +94,18 @@ class ReceiptRecorder:
             for (row, name, _), value in zip(kept, values, strict=True):
                 row.add(**{name: value if isinstance(getattr(row, name), float) else int(value)})
 
+    def for_rehearsal(self) -> "ReceiptRecorder":
+        """Return a recorder with the same request for a pass of training that is computed twice; no receipt sees it.
+
+        It knows which passes were audited, so that the rehearsal is audited where the pass itself is.
+        """
+        other = copy.copy(self)
+        other._pending, other._keys, other.hidden, other._noised_in_backward = [], set(), {}, set()
+        phases: tuple[Phase, ...] = ("actor_forward", "backward")
+        seen = [self.seen(phase, "passes", "audited_whole", "recomputed") for phase in phases]
+        other.rows = {row.place: row for row in seen}
+        return other
+
     # -- the request ---------------------------------------------------------------------------------------------------
 
     def note_installed(self, where: str, **parts: BaseModel | Sequence[BaseModel] | None) -> None:

@@ -7,7 +7,8 @@ learning rates, run at every step.
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ class TrainingAudit(TrainerCallback):
         self._errors = Errors()
         self._problems: list[str] = []
         self._audited: list[int] = []
+        self._verified: list[int] = []
+        self._is_rehearsal = False
         self._validated: dict[int, int] = {}
         self._checkpoints: dict[int, dict[str, str]] = {}
         self._settings: dict[str, str | int | float | bool | None] = {}
@@ -140,6 +143,17 @@ class TrainingAudit(TrainerCallback):
         if step in self._always_audited:
             return True
         return derive_seed(self._spec.random_seed, "audited steps", step) % _ONE_AUDITED_IN == 0
+
+    @contextmanager
+    def rehearsal(self, step: int) -> Iterator[None]:
+        """Observe nothing in the body: a micro-batch of `step` is computed twice, and this time is not the training."""
+        self._verified.append(step)
+        self._is_rehearsal = True
+        try:
+            with self._updates.unobserved_gradients():
+                yield
+        finally:
+            self._is_rehearsal = False
 
     def begin_validation(self, prompts: Sequence[Sequence[int]]) -> None:
         """Note that greedy validation of this worker's prompts begins."""
@@ -258,6 +272,7 @@ class TrainingAudit(TrainerCallback):
             num_workers=rank_and_size()[1],
             steps=self._updates.steps,
             audited_steps=tuple(self._audited),
+            verified_steps=tuple(self._verified),
             arguments=self._settings,
             optimizer=self._updates.settings,
             learning_rates=tuple(self._updates.rates),
@@ -303,7 +318,7 @@ class TrainingAudit(TrainerCallback):
     def restore(self, state: AuditState) -> None:
         """Continue from a resume point."""
         facts, rollouts = state.facts, self._rollouts
-        self._audited = list(facts.audited_steps)
+        self._audited, self._verified = list(facts.audited_steps), list(facts.verified_steps)
         self._validated, self._checkpoints = dict(facts.validated), dict(facts.checkpoints)
         self._updates.restore(facts.steps, facts.learning_rates, state.last_values)
         rollouts.rollouts, rollouts.completions = facts.rollouts, facts.completions
@@ -335,6 +350,8 @@ class TrainingAudit(TrainerCallback):
         return any(self.is_audited(step + later + 1) for later in range(self._spec.training.steps_per_rollout))
 
     def _observe_policy(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if self._is_rehearsal:
+            return
         with unobserved():
             trace = self._validation or self._rollouts.trace
             if kwargs.get("past_key_values") is not None:
@@ -435,6 +452,7 @@ def merged_facts(facts: Sequence[TrainingFacts]) -> TrainingFacts:
     for name in (
         "steps",
         "audited_steps",
+        "verified_steps",
         "arguments",
         "optimizer",
         "learning_rates",

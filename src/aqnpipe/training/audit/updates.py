@@ -7,7 +7,8 @@ may change. That AdamW computes an update by its rule is a property of the pinne
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +93,15 @@ class Updates:
                 self._arrived.append((place, gradient.detach()[index].double() / self._spec.loss_scale))
 
         return note
+
+    @contextmanager
+    def unobserved_gradients(self) -> Iterator[None]:
+        """Forget the gradients that arrive in the body."""
+        arrived, self._arrived = self._arrived, []
+        try:
+            yield
+        finally:
+            self._arrived = arrived
 
     def end_micro_batch(self) -> None:
         """Sum the gradients that arrived, so that memory stays constant."""
