@@ -1,6 +1,7 @@
 """Faults put in by hooks and patches, through the whole diagnosis: found in their place, also where all share them."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -38,6 +39,40 @@ def some_channels(output):
     output = output.clone()
     output[..., :3] *= 1.5
     return output
+
+
+def same(output):
+    return output
+
+
+def first_changed(output, function):
+    return (function(output[0]), *output[1:]) if isinstance(output, tuple) else function(output)
+
+
+def through_a_closure(own, function):
+    def forward(*args, **kwargs):
+        return first_changed(own(*args, **kwargs), function)
+
+    return forward
+
+
+def through_a_partial(own, function):
+    return partial(lambda forward, *args, **kwargs: first_changed(forward(*args, **kwargs), function), own)
+
+
+@pytest.mark.parametrize("patch", [through_a_closure, through_a_partial])
+@pytest.mark.parametrize(
+    ("path", "site"), [("mlp", "mlp_output"), ("self_attn", "attention_output"), ("", "layer_output")]
+)
+def test_a_forward_that_a_user_patched(path, site, patch):
+    """A closure computes with the layer of the model: on the copy that decides whether a probe fits, it crashed."""
+    model = tiny_model_of("qwen2").to(torch.bfloat16)
+    module = decoder_layers(model)[1].get_submodule(path)
+    own = module.forward
+    module.forward = patch(own, some_channels)
+    assert found_in(model) == {("layer", (1,), site)}
+    module.forward = patch(own, same)
+    assert found_in(model) == set()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

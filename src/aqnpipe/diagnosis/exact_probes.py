@@ -2,10 +2,10 @@
 
 A probe expects something of the structure of a layer: that its output is the input plus two branches, or that a gate
 multiplies. Layers of other families do something else, and the probe then fails on every healthy device. A copy of the
-layer on the CPU, without hooks, decides which of the two it is: where the copy fails too, the probe does not fit. It is
-in float64, whose kernels share little with those under test; in float32 where the probe runs fused experts, because
-torch multiplies groups of matrices in no wider format. Other layers decide nothing, because a fault of the device is in
-all of them.
+layer on the CPU, without hooks and without patched forwards, decides which of the two it is: where the copy fails too,
+the probe does not fit. It is in float64, whose kernels share little with those under test; in float32 where the probe
+runs fused experts, because torch multiplies groups of matrices in no wider format. Other layers decide nothing, because
+a fault of the device is in all of them.
 """
 
 import copy
@@ -296,8 +296,11 @@ def _misfits(prober: LayerProber, probe: str, inputs: ProbeInputs) -> set[str]:
 
 
 def _on_host(prober: LayerProber, *, runs_experts: bool) -> LayerProber:
-    layer = copy.deepcopy(prober.sites.layer)
+    # A patched forward, such as a closure, computes with the modules and on the device of the original.
+    patched = [own for module in prober.sites.layer.modules() if (own := module.__dict__.get("forward")) is not None]
+    layer = copy.deepcopy(prober.sites.layer, {id(forward): None for forward in patched})
     for module in layer.modules():
+        module.__dict__.pop("forward", None)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
     has_fused_experts = any(parameter.ndim > 2 for parameter in layer.parameters())
