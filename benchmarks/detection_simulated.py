@@ -56,7 +56,6 @@ from aqnpipe.data.loader import load_problems
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.diagnosis.exact_probes import ExactResult, run_exact
 from aqnpipe.diagnosis.scans import run_scans
-from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.loading import load_model, load_tokenizer
 from aqnpipe.models.sites import layer_sites, site_module
@@ -188,8 +187,6 @@ def fault_row(number: int, kind: str, site: str, sparsity: str, magnitude: float
         "magnitude_found": right[0].magnitude if right else None,
         "threshold_found": right[0].threshold if right else None,
         "chance_to_see": chance_to_see(fault, len(channels), measured["exact"]),
-        "scan_verdict": measured["scan_verdict"],
-        "scan_layer_right": None if measured["scan_verdict"] is None else measured["scan_layer"] == layer,
         **measured["scores"],
         **measured["costs"],
     }
@@ -229,17 +226,14 @@ def chance_to_see(fault: Fault, num_channels: int, exact: ExactResult) -> float:
 
 
 def measure(of: Subject, *, scan: bool = True) -> dict[str, Any]:
-    """Return the exact result, the verdict of the scans, a score per method and the costs; None without scans."""
+    """Return the exact result, a score per method and the costs; None without scans."""
     started = time.perf_counter()
     exact = run_exact(of.model, CONFIG)
     between = time.perf_counter()
     scans = run_scans(of.model, of.prompt_ids, CONFIG) if scan else None
     ended = time.perf_counter()
-    verdict = judge(None, scans, CONFIG) if scans else None
     return {
         "exact": exact,
-        "scan_verdict": verdict.verdict if verdict else None,
-        "scan_layer": verdict.layer if verdict else None,
         "scores": {
             "score_exact": float(sum(fault.num_faulty_channels or 0 for fault in exact.faults)),
             **(scan_scores(scans[0]) if scans else dict.fromkeys(SCAN_SCORES)),
@@ -253,9 +247,7 @@ def measure(of: Subject, *, scan: bool = True) -> dict[str, Any]:
     }
 
 
-SCAN_SCORES = tuple(
-    f"score_{name}" for name in ("ambient", "gain", "kurtosis", "kurtosis_both", "repeat", "zeros", "clamp", "pile_up")
-)
+SCAN_SCORES = tuple(f"score_{name}" for name in ("ambient", "gain", "kurtosis", "kurtosis_both"))
 
 
 def scan_scores(table: pl.DataFrame) -> dict[str, float]:
@@ -266,10 +258,6 @@ def scan_scores(table: pl.DataFrame) -> dict[str, float]:
         "score_gain": float(np.max(-table["gain_z"].to_numpy())),
         "score_kurtosis": float(np.max(-drops.to_numpy())),
         "score_kurtosis_both": float(np.max(np.abs(drops.to_numpy()))),
-        "score_repeat": float(np.max(table["changed_share"].to_numpy())),
-        "score_zeros": float(np.max(table["zero_share"].to_numpy())),
-        "score_clamp": float(np.max(table["values_at_maximum"].to_numpy())),
-        "score_pile_up": float(np.max(table["pile_up"].to_numpy())),
     }
 
 
@@ -281,7 +269,6 @@ def healthy_row(name: str, dtype: str, seed: int) -> dict[str, Any]:
         "dtype": dtype,
         "seed": seed,
         "exact_faults": len(measured["exact"].faults),
-        "scan_verdict": measured["scan_verdict"],
         **measured["scores"],
         **measured["costs"],
     }
@@ -332,12 +319,9 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
         "",
     ]
     alarms, machines = int((healthy["exact_faults"] > 0).sum()), healthy.height
-    scan_alarms = int((healthy["scan_verdict"] == "fault").sum())
-    abstained = int((healthy["scan_verdict"] == "abstain").sum())
     parts += [
         f"**Healthy models** ({machines}: {', '.join(sorted(set(healthy['model'])))}; three dtypes): exact probes "
-        f"call {alarms} faulty (95 % upper bound {upper(alarms, machines):.2%}). Scans decided by traces call "
-        f"{scan_alarms} faulty ({upper(scan_alarms, machines):.2%}) and abstain on {abstained}.",
+        f"call {alarms} faulty (95 % upper bound {upper(alarms, machines):.2%}).",
         "",
         f"Healthy models with a z beyond 2 in some layer by the published scans, which do not decide: ambient "
         f"{share(healthy['score_ambient'] > 2)}, gain {share(healthy['score_gain'] > 2)}, kurtosis drop "
@@ -362,15 +346,6 @@ def summarise(faults: pl.DataFrame, healthy: pl.DataFrame) -> str:
         "## Layer and site found by exact probes, of the faults that change a bit of the logits",
         "",
         *_table(faults.filter(pl.col("bits_change")), "placed"),
-        "",
-        "## Layer found by the scans' traces (verdict fault, right layer), of the same faults",
-        "",
-        *_table(
-            faults.filter(pl.col("bits_change") & pl.col("site").is_in(SCANNED_SITES)).with_columns(
-                scanned=(pl.col("scan_verdict") == "fault") & pl.col("scan_layer_right")
-            ),
-            "scanned",
-        ),
         "",
         "## Effect on the loss (median absolute change, nats), and faults found by exact probes, by magnitude",
         "",

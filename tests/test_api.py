@@ -96,7 +96,7 @@ def test_threads_are_restored(model):
         ({"sead": 1}, "diagnose: sead"),
         ({"num_prompts": 0}, "diagnose: num_prompts"),
         ({"faults": ["type=bias"]}, "missing key"),
-        ({"method": "exakt"}, "method is 'exakt', expected exact, statistical, all"),
+        ({"method": "exakt"}, "method is 'exakt', expected exact, all"),
     ],
 )
 def test_wrong_options_are_one_line(model, options, message):

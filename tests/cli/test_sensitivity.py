@@ -41,7 +41,7 @@ def test_table_file_and_picture_cover_every_layer(measured):
 
 def test_sigmas_take_the_sensitivity_from_the_file(measured, tmp_path):
     diagnosis = tmp_path / "d.json"
-    assert aqnpipe("diagnose", "tiny", "--method", "statistical", "--prompts", 2, "--json", diagnosis).exit_code == 0
+    assert aqnpipe("diagnose", "tiny", "--prompts", 2, "--json", diagnosis).exit_code == 0
     refused = aqnpipe("sigmas", diagnosis, "--strategy", "robust_first")
     assert isinstance(refused.exception, DataError)
     assert "aqnpipe sigmas --sensitivity" in str(refused.exception)

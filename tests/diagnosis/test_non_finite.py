@@ -46,12 +46,6 @@ def test_nan_that_only_texts_show_is_a_fault_of_its_layer(random_model, prompts)
     assert found.method == "all"
 
 
-def test_scans_alone_find_it_too(random_model, prompts):
-    found = diagnose_model(with_nan(random_model()), prompts, CONFIG, method="statistical").verdict
-    assert (found.verdict, found.layer) == ("fault", 1)
-    assert found.num_layers == 3
-
-
 def test_in_float16_it_may_be_overflow(random_model, prompts):
     model = with_nan(random_model(dtype=torch.float16), only_text=True)
     found = diagnose_model(model, prompts, CONFIG).verdict
@@ -90,7 +84,7 @@ def test_a_weight_that_became_nan_in_memory_is_a_fault(random_model, prompts, tm
     ]
 
 
-@pytest.mark.parametrize("method", ["all", "exact", "statistical"])
+@pytest.mark.parametrize("method", ["all", "exact"])
 def test_nan_of_the_embedding_is_no_fault_of_the_first_layer(random_model, prompts, method):
     model = random_model()
     model.model.embed_tokens.register_forward_hook(lambda m, a, out: out * math.nan if out.shape[1] > 1 else out)

@@ -231,10 +231,6 @@ def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInp
             "gain_z": np.where(faulty, -2.6, 0.3),
             "kurtosis": 4.0 + 1.5 * layer,
             "log_kurtosis_drop_z": pl.Series([None] + [0.2] * (NUM_LAYERS - 1), dtype=pl.Float64),
-            "changed_share": np.zeros(NUM_LAYERS),
-            "zero_share": np.where(faulty, 0.21, 0.0),
-            "values_at_maximum": np.ones(NUM_LAYERS),
-            "pile_up": np.zeros(NUM_LAYERS),
             "sensitivity": 0.1 * np.exp(-layer),
             "role": ["healthy"] * NUM_LAYERS,
         }

@@ -36,11 +36,6 @@ class LayerTable(Table):
     - gain: std(output change) / std(input noise).
     - kurtosis: Fisher kurtosis of the flattened output.
     - *_z: robust z-scores (null where undefined).
-    - changed_share: share of values that differ between repeats, among the channels with any difference (0 if none).
-    - zero_share: share of values that are exactly 0.
-    - values_at_maximum: number of values per call that equal the largest one exactly (1 is healthy).
-    - pile_up: -log10 of the probability that so many values inside the range are exactly equal, corrected for testing
-      every value.
     - sensitivity: first-order estimate of what noise of 10 % on the matrix products of the layer adds to the loss, in
       nats per token of gold solutions; null without questions to measure it on.
     - role: `source` is a layer that is shown to clamp, `sat_prop` a layer downstream of it with reduced kurtosis.
@@ -53,10 +48,6 @@ class LayerTable(Table):
     gain_z: float
     kurtosis: float
     log_kurtosis_drop_z: float = pa.Field(nullable=True)
-    changed_share: float = pa.Field(ge=0, le=1)
-    zero_share: float = pa.Field(ge=0, le=1)
-    values_at_maximum: float = pa.Field(ge=1)
-    pile_up: float = pa.Field(ge=0)
     sensitivity: float = pa.Field(ge=0, nullable=True)
     role: str = pa.Field(isin=["healthy", "source", "sat_prop"])
 
@@ -64,13 +55,12 @@ class LayerTable(Table):
 class Finding(Artifact):
     """A layer flagged by one statistical scan, and its z-score.
 
-    ambient, gain and kurtosis are the published scans; kurtosis_rise is the opposite direction of kurtosis. repeat,
-    zeros, clamp and pile_up count traces of faults that healthy layers almost never show.
+    ambient, gain and kurtosis are the published scans; kurtosis_rise is the opposite direction of kurtosis.
     """
 
-    scan: Literal["ambient", "gain", "kurtosis", "kurtosis_rise", "repeat", "zeros", "clamp", "pile_up"]
+    scan: Literal["ambient", "gain", "kurtosis", "kurtosis_rise"]
     layer: int
-    type: Literal["noise_or_spike", "noise", "spike", "dead_zone", "saturation", "bias_or_spike"]
+    type: Literal["noise_or_spike", "dead_zone", "saturation", "bias_or_spike"]
     z: float
 
 
@@ -205,7 +195,7 @@ class Verdict(Artifact):
     """results/srdd/<model>/<machine>/verdict.json: the result of a diagnosis.
 
     `layer`, `type`, `site` and `num_faulty_channels` are those of the first of `faults`; `layer` is null if most
-    layers share the fault. Exact probes decide wherever they ran. An intermittent fault of a probed site that occurs
+    layers share the fault. An intermittent fault of a probed site that occurs
     with `intermittent_rate` per element is missed with `miss_probability`, one that strikes a share
     `detected_call_rate` of the calls with 5 %. `untested` lists what no known answer covers. `false_alarm_bound` is the
     95 % upper bound of the share of healthy machines called faulty, null for classes of device on which it was not
@@ -224,7 +214,7 @@ class Verdict(Artifact):
         description="operators of the device that err, most wrong calls first; `faults` are the evidence",
     )
     findings: tuple[Finding, ...]
-    method: DiagnosisMethod = "statistical"
+    method: DiagnosisMethod = "all"
     untested: tuple[Untested, ...] = Field(default=(), description="what the exact probes did not test")
     reordered_sites: tuple[str, ...] = Field(
         default=(), description="sites that add in another order in every call, within the error bound of their sum"

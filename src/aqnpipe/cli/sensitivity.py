@@ -218,7 +218,7 @@ def sigmas(
     file = read_json(diagnosis, DiagnosisFile)
     rows = [layer.scans for layer in file.layers if layer.scans is not None]
     if len(rows) < len(file.layers) or not rows:
-        raise DataError(f"{diagnosis}: no scan metrics found, expected a diagnosis with --method all or statistical")
+        raise DataError(f"{diagnosis}: no scan metrics found, expected a diagnosis with --method all")
     try:
         rule = SigmaRule(base_sigma=base_sigma)
     except ValidationError as error:

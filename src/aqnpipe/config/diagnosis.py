@@ -7,8 +7,8 @@ from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel, Seed, Threads
 
-DiagnosisMethod = Literal["exact", "statistical", "all"]
-"""Exact probes, statistical scans, or both."""
+DiagnosisMethod = Literal["exact", "all"]
+"""Exact probes, which decide, or with them the published statistical scans."""
 
 
 class DiagnosisConfig(FrozenModel):

@@ -50,7 +50,7 @@ def diagnose(
     `aqnpipe diagnose --json` writes.
 
     - model: a causal language model of transformers.
-    - method: exact probes, which decide, statistical scans, or both.
+    - method: exact probes, which decide, or also the published statistical scans.
     - prompt_ids: prompts [tokens] of the scans; by default random tokens.
     - faults: faults to simulate, as in `type=saturation,layer=3,magnitude=0.3`.
     - name: the name of the model in the result.

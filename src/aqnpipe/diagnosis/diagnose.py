@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import torch
@@ -18,7 +17,7 @@ from aqnpipe.diagnosis.capture import NonFiniteOutputError
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES
 from aqnpipe.diagnosis.exact_probes import ExactResult, run_exact
 from aqnpipe.diagnosis.kernels import Kernels, kernel_faults, observe_kernels
-from aqnpipe.diagnosis.scans import run_scans
+from aqnpipe.diagnosis.scans import run_scans, with_roles
 from aqnpipe.diagnosis.stored_weights import compare_with_file
 from aqnpipe.diagnosis.verdict import judge, scanned_fault
 from aqnpipe.errors import ModelError, ReceiptError
@@ -35,7 +34,7 @@ class Diagnosed:
     """
 
     verdict: Verdict
-    exact: ExactResult | None
+    exact: ExactResult
     table: pl.DataFrame | None
     kernels: Kernels | None = None
     unscanned: NonFiniteOutputError | None = None
@@ -66,16 +65,15 @@ def diagnose_model(
         scans, unscanned = (
             (None, None) if method == "exact" else _scan(model, prompt_ids, config, weights, show_progress)
         )
-        exact = None if method == "statistical" else run_exact(model, config, show_progress, weights)
-        kernels = observe_kernels(model, prompt_ids[0]) if names_kernels and exact and exact.faults else None
+        exact = run_exact(model, config, show_progress, weights)
+        kernels = observe_kernels(model, prompt_ids[0]) if names_kernels and exact.faults else None
     wrong = kernel_faults(kernels) if kernels else ()
     simulated = list(map(describe_fault, faults, rows))
-    if unscanned is None:
-        verdict = judge(exact, scans, config, simulated, next(model.parameters()).device.type, wrong)
-    else:
-        judged = judge(exact, None, config, simulated, kernels=wrong) if exact else None
-        verdict = _verdict_without_scans(unscanned, judged, model, simulated)
-    return Diagnosed(verdict, exact, scans[0] if scans else None, kernels, unscanned)
+    verdict = judge(exact, scans, config, simulated, wrong)
+    if unscanned is not None:
+        verdict = _verdict_without_scans(unscanned, verdict, model)
+    table = None if scans is None else with_roles(scans[0], exact.faults)
+    return Diagnosed(verdict, exact, table, kernels, unscanned)
 
 
 def _scan(
@@ -121,8 +119,6 @@ def layer_metrics(diagnosed: Diagnosed) -> tuple[LayerMetrics, ...]:
 
 
 def _metrics_of(layer: int, diagnosed: Diagnosed, scans: dict[str, float | str | None] | None) -> LayerMetrics:
-    if diagnosed.exact is None:
-        return LayerMetrics(layer=layer, scans=scans)
     checks = [check for check in diagnosed.exact.checks if check.layer == layer]
     probed = [check for check in checks if check.probe not in CHECKSUM_PROBES]
     largest = max(check.deviation for check in checks)  # not finite if a value is NaN or infinite
@@ -141,30 +137,20 @@ def _metrics_of(layer: int, diagnosed: Diagnosed, scans: dict[str, float | str |
     )
 
 
-def _verdict_without_scans(
-    found: NonFiniteOutputError, exact: Verdict | None, model: nn.Module, simulated: Sequence[dict[str, object]]
-) -> Verdict:
-    """Return the verdict on exact probes, if they ran, and on a layer that outputs NaN or infinity.
+def _verdict_without_scans(found: NonFiniteOutputError, exact: Verdict, model: nn.Module) -> Verdict:
+    """Return the verdict on exact probes and on a layer that outputs NaN or infinity.
 
     Exact probes that find a fault decide, because they know its site. Otherwise the layer is faulty, except in float16,
     in which healthy layers of some models overflow: no verdict.
     """
     reason = f"{found}, so that there are no scans"
-    if exact is not None and exact.verdict == "fault":
+    if exact.verdict == "fault":
         return exact.model_copy(update={"reason": f"{exact.reason}; {reason}", "method": "all"})
-    if exact is not None:
-        reason += f"; of the exact probes: {exact.reason}"
+    reason += f"; of the exact probes: {exact.reason}"
     if next(model.parameters()).dtype == torch.float16:
         overflow = f"{reason}; in float16 this may be the overflow of a healthy layer, bfloat16 or float32 shows which"
-        decided: dict[str, Any] = {"verdict": "abstain", "reason": overflow}
-    else:
-        site = "embedding" if found.layer is None else "layer"
-        evidence = "outputs NaN or infinity for an ordinary text"
-        fault = scanned_fault(found.layer, site, "other", ("scan",), evidence)
-        decided = {"verdict": "fault", "reason": reason, "layer": found.layer, "type": fault.type, "site": fault.site}
-        decided |= {"faults": (fault,)}
-    if exact is not None:
-        return exact.model_copy(update={**decided, "method": "all"})
-    shared: dict[str, Any] = {"findings": (), "layer": None, "type": None, "forward_equivalents": 0.0}
-    shared |= {"method": "statistical", "num_layers": len(decoder_layers(model)), "simulated_faults": tuple(simulated)}
-    return Verdict.model_validate({**shared, **decided})
+        return exact.model_copy(update={"verdict": "abstain", "reason": overflow, "method": "all"})
+    site = "embedding" if found.layer is None else "layer"
+    fault = scanned_fault(found.layer, site, "other", ("scan",), "outputs NaN or infinity for an ordinary text")
+    decided = {"verdict": "fault", "reason": reason, "layer": found.layer, "type": fault.type, "site": fault.site}
+    return exact.model_copy(update={**decided, "faults": (fault,), "method": "all"})

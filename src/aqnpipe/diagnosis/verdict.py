@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import polars as pl
 import torch
 from scipy import stats
@@ -15,49 +14,40 @@ from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS
 from aqnpipe.diagnosis.exact_probes import ExactResult
 from aqnpipe.diagnosis.probes.reference import operand_bits
 
-MIN_LAYERS = 4
-"""With fewer layers, the median over layers is not robust against a fault in one of them."""
-
 _MISSED_CALLS = 0.05
 """Probability of a miss for which the rate of calls is stated."""
 
-_TRACES = ("repeat", "zeros", "clamp", "pile_up")
-
 
 def judge(
-    exact: ExactResult | None,
+    exact: ExactResult,
     scans: tuple[pl.DataFrame, Sequence[Finding], float] | None,
     config: DiagnosisConfig,
     simulated_faults: Sequence[dict[str, object]] = (),
-    device: str = "cpu",
     kernels: Sequence[KernelFault] = (),
 ) -> Verdict:
-    """Return the verdict on the exact result, the scans (LayerTable, findings, forward equivalents), or both.
+    """Return the verdict on the exact result, with the scans (LayerTable, findings, forward equivalents) if they ran.
 
-    If exact probes ran, they decide whatever the scans found: any output that differs from the known answer by more
-    than the tolerance of its probe is a fault, and without one the machine is healthy in what was tested. `device`: its
-    class (`cpu`, `cuda`, `npu`), on which scans alone ran. `kernels`: those behind the exact result. Raises ValueError
-    if neither ran.
+    Exact probes decide whatever the scans found: any output that differs from the known answer by more than the
+    tolerance of its probe is a fault, and without one the machine is healthy in what was tested. `kernels`: those
+    behind the exact result.
     """
-    shared: dict[str, Any] = {"simulated_faults": tuple(simulated_faults)}
+    decided = _exact_verdict(exact, config, kernels)
+    num_layers = len({check.layer for check in exact.checks if check.layer != OUTSIDE_LAYERS})
+    findings: Sequence[Finding] = ()
+    cost = 0.0
     if scans is not None:
         table, findings, cost = scans
-        shared |= {"findings": tuple(findings), "statistical_forward_equivalents": cost, "num_layers": table.height}
-    if exact is not None:
-        decided = _exact_verdict(exact, config, kernels)
-        if scans is not None:
-            decided["reason"] += _comparative_findings(scans[1])
-        decided |= {"method": "exact" if scans is None else "all"}
-        shared = {
-            "findings": (),
-            "num_layers": len({c.layer for c in exact.checks if c.layer != OUTSIDE_LAYERS}),
-        } | shared
-    elif scans is not None:
-        decided = _statistical_verdict(scans[0], scans[1], device) | {"method": "statistical"}
-    else:
-        raise ValueError("judge needs the result of exact probes, of scans, or both")
-    costs = (exact.forward_equivalents if exact else 0.0) + (scans[2] if scans else 0.0)
-    return Verdict.model_validate({**shared, **decided, "forward_equivalents": costs})
+        num_layers = table.height
+        decided["reason"] += _comparative_findings(findings)
+    return Verdict(
+        **decided,
+        method="exact" if scans is None else "all",
+        findings=tuple(findings),
+        num_layers=num_layers,
+        simulated_faults=tuple(simulated_faults),
+        statistical_forward_equivalents=cost,
+        forward_equivalents=exact.forward_equivalents + cost,
+    )
 
 
 def _exact_verdict(exact: ExactResult, config: DiagnosisConfig, kernels: Sequence[KernelFault]) -> dict[str, Any]:
@@ -121,43 +111,6 @@ def _untested_in_words(exact: ExactResult) -> str:
     return f"; not tested: {', '.join(dict.fromkeys(untested.part for untested in exact.untested))}"
 
 
-def _statistical_verdict(table: pl.DataFrame, findings: Sequence[Finding], device: str) -> dict[str, Any]:
-    """Return the verdict on scans alone: fault if one layer has traces, abstain if several have, healthy if none has.
-
-    With too few layers it abstains. A fault that leaves no trace (a bias) is missed, and the scans that compare layers
-    do not decide.
-    """
-    traces = [finding for finding in findings if finding.scan in _TRACES]
-    layers = sorted({finding.layer for finding in traces})
-    verdict = "healthy"
-    faults: tuple[LocatedFault, ...] = ()
-    if table.height < MIN_LAYERS:
-        verdict = "abstain"
-        reason = f"{table.height} layers are too few for robust statistics over layers, expected at least {MIN_LAYERS}"
-    elif len(layers) > 1:
-        verdict = "abstain"
-        reason = f"traces of faults in layers {', '.join(map(str, layers))}, expected in one at most: " + "; ".join(
-            _evidence(finding, table) for finding in traces
-        )
-    elif traces:
-        verdict = "fault"
-        reason = "; ".join(_evidence(finding, table) for finding in traces)
-        scans = [finding.scan for finding in traces]
-        faults = (scanned_fault(traces[0].layer, "layer", str(traces[0].type), scans, reason),)
-    else:
-        reason = "no trace of a fault (a bias or a clamp of a lone maximum leaves none)" + _device_noise(table)
-        reason += "; scans run the decoder layers alone, not the final norm and lm_head"
-    return {
-        "verdict": verdict,
-        "reason": reason + _comparative_findings(findings),
-        "layer": faults[0].layer if faults else None,
-        "type": faults[0].type if faults else None,
-        "site": faults[0].site if faults else None,
-        "faults": faults,
-        "false_alarm_bound": STATISTICAL.bound_on(device),
-    }
-
-
 def scanned_fault(layer: int | None, site: str, kind: str, scans: Sequence[str], evidence: str) -> LocatedFault:
     """Return a fault that scans have found: without channels or a magnitude, and outside the layers without a layer."""
     unknown = ("num_faulty_channels", "num_channels", "magnitude", "magnitude_low", "magnitude_high", "threshold")
@@ -198,45 +151,10 @@ def _fault_in_words(fault: LocatedFault) -> str:
     return f"{place[fault.scope]}{fault.site}: {kind}{magnitude}, {fault.evidence}{bits}"
 
 
-def _evidence(finding: Finding, table: pl.DataFrame) -> str:
-    layer = finding.layer
-    match finding.scan:
-        case "repeat":
-            return (
-                f"layer {layer} does not repeat: {table['changed_share'][layer]:.1%} of the values change in the "
-                f"affected channels, instability {_against_median(table, 'instability', layer, '.3g')}"
-            )
-        case "zeros":
-            return f"layer {layer} outputs {_against_median(table, 'zero_share', layer, '.3%')} exact zeros"
-        case "pile_up":
-            return (
-                f"layer {layer} has many values of one magnitude: -log10 of the probability is "
-                f"{_against_median(table, 'pile_up', layer, '.3g')}"
-            )
-        case _:
-            return (
-                f"layer {layer} clamps: {_against_median(table, 'values_at_maximum', layer, '.2f')} "
-                "values per call equal the largest one exactly"
-            )
-
-
-def _device_noise(table: pl.DataFrame) -> str:
-    """Return a note on the faults that the noise of the device hides; empty if the device is noiseless."""
-    if np.median(table["changed_share"].to_numpy()) == 0:
-        return ""
-    return "; most layers do not repeat, so a noise fault not far above the noise of the device itself is not detected"
-
-
-def _against_median(table: pl.DataFrame, column: str, layer: int, spec: str) -> str:
-    values = table[column].to_numpy()
-    return f"{values[layer]:{spec}} (median layer {np.median(values):{spec}})"
-
-
 def _comparative_findings(findings: Sequence[Finding]) -> str:
-    compared = [finding for finding in findings if finding.scan not in _TRACES]
-    if not compared:
+    if not findings:
         return ". The published scans flag no layer."
-    flags = ", ".join(f"{finding.scan} layer {finding.layer} (z {finding.z:.3g})" for finding in compared)
+    flags = ", ".join(f"{finding.scan} layer {finding.layer} (z {finding.z:.3g})" for finding in findings)
     return f". Scans that compare layers flag {flags}; they do not decide, as healthy models exceed the thresholds too."
 
 
@@ -260,6 +178,5 @@ class _FalseAlarms:
 
 # False alarms in the detection benchmarks (benchmarks/README.md); a test compares them with their results. EXACT counts
 # the healthy runs of detection.md, all on a CPU: as it is, with other settings, and with emulated arithmetic of other
-# devices, which differs more from the reference. STATISTICAL counts those of detection_simulated.md.
+# devices, which differs more from the reference.
 EXACT = _FalseAlarms(alarms=0, machines=378)
-STATISTICAL = _FalseAlarms(alarms=0, machines=360)

@@ -98,10 +98,7 @@ def _spaced(name: str | None) -> str:
     return numbers.MISSING if name is None else name.replace("_", " ")
 
 
-DEPTH_COLUMNS = (
-    *("instability", "gain", "kurtosis", "zero_share", "values_at_maximum", "pile_up"),
-    *("sensitivity", "sigma"),
-)
+DEPTH_COLUMNS = ("instability", "gain", "kurtosis", "sensitivity", "sigma")
 _BARS_IN_A_SMALL_PANEL = 32
 _PIXELS_PER_BAR = 8
 _MAX_WIDTH = 900

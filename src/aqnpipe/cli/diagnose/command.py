@@ -71,7 +71,7 @@ def diagnose(
         ),
     ] = None,
     method: Annotated[
-        DiagnosisMethod, typer.Option(help="exact probes, statistical scans, or both; exact probes decide if they run")
+        DiagnosisMethod, typer.Option(help="exact probes, or also the published statistical scans, which do not decide")
     ] = "all",
     device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1, npu, ...")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="number format of the computation")] = "float32",
