@@ -109,6 +109,8 @@ MISTAKES = {
     "no such folder": (["./nothing-here"], "model 'nothing-here': found no such folder"),
     "unknown name": (["nothing"], "model source 'nothing' is unknown"),
     "same name twice": (["tiny", "tiny"], "are both called 'tiny': name them"),
+    "a name of a study": (["pretrained=tiny"], "checkpoint pretrained: found pretrained, expected another name"),
+    "same model twice": (["tiny", "v1.5=tiny"], "checkpoint v1.5: found 'tiny', expected another model, this is also"),
     "bad name": (["a b=tiny"], "its name is 'a b'"),
     "level is no number": (["tiny", "--levels", "0,five"], "--levels '0,five': found 'five'"),
     "no clean level": (["tiny", "--levels", "0.1"], "expected 0 among them"),

@@ -86,6 +86,7 @@ def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
             ["--noises", "far.yaml"],
             "--noises: far.operator_noise.layers: found [99], expected layers 0 to 5, which model tiny (tiny) has",
         ),
+        (["--noises", "fused.yaml"], "--noises: fused.operator_noise.attention: found 'fused'"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, arguments, message):
@@ -93,6 +94,9 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, arguments, message):
     (tmp_path / "empty.yaml").write_text("")
     (tmp_path / "far.yaml").write_text(
         "far: {operator_noise: {layers: [99], error: {kind: relative_gaussian, scale: 0.1}}}\n"
+    )
+    (tmp_path / "fused.yaml").write_text(
+        "fused: {operator_noise: {attention: fused, error: {kind: relative_gaussian, scale: 0.1}}}\n"
     )
     (tmp_path / "twice.yaml").write_text("w4a16_nvfp4: w4a16_nvfp4\n")
     error = CliRunner().invoke(app, ["robustness", "tiny", *arguments]).exception

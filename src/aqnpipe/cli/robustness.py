@@ -39,13 +39,18 @@ _SHORT = {
 }
 """Options whose names are not those of the keys of a study."""
 
-_SECTIONS = r"(?:prompt|evaluation|generation|statistics|checkpoints\.[\w.-]+)"
 _KEYS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (rf"^{_SOURCE}: ", ""),
     (r"\bresults_dir\b", "--output"),
     (r"\bevaluation\.noises\.", "--noises: "),
     (r"\bdataset\.", "--data: "),
-    (rf"\b{_SECTIONS}(?:\.|: )(\w+)(?:\.\d+)?", lambda found: f"--{_SHORT.get(found[1], found[1].replace('_', '-'))}"),
+    (r"\bcheckpoints\.[\w.-]+\.(dtype|attention)\b", r"--\1"),
+    (r"\bcheckpoints\.([\w.-]+?)(\.source)?:", r"checkpoint \1:"),
+    (r"\bprompt: num_examples\b", "--shots"),
+    (
+        r"\b(?:prompt|evaluation|generation|statistics)\.(\w+)(?:\.\d+)?",
+        lambda found: f"--{_SHORT.get(found[1], found[1].replace('_', '-'))}",
+    ),
 )
 """What stands in messages for the keys of a study: the options, in this order."""
 
