@@ -224,7 +224,7 @@ def evaluate_and_report(plan: StudyPlan) -> None:
     from aqnpipe.data.stage import prepare_data
     from aqnpipe.device import resolve_device
     from aqnpipe.models.loading import checked_folder
-    from aqnpipe.report.inputs import inputs_of
+    from aqnpipe.report.inputs import read_study
     from aqnpipe.report.stage import build_report
 
     study, results = plan.study, Path(plan.results)
@@ -238,7 +238,7 @@ def evaluate_and_report(plan: StudyPlan) -> None:
             _evaluate(plan, name, folder, (problems["test"], problems.get("train")), say)
     files = [evaluation_files(results, *checkpoint) for checkpoint in plan.evaluations()]
     compare(study, [EvaluationInput(**vars(one)) for one in files], results, problems=problems["test"])
-    build_report(study, inputs_of(plan), results)
+    build_report(study, read_study(plan), results)
 
 
 def _evaluate(

@@ -399,7 +399,7 @@ def _provenance(made: Run | Evaluated, words: Words) -> dict[str, Any]:
     record, device = made.record, made.record.device
     replays = record.generation.get("enforce_eager") is False
     return {
-        "record": made.source.record,
+        "record": made.path,
         "device": words("provenance.graphs", device=device) if replays else device,
         "code": record.code_digest[:SHORT_DIGEST],
         "inputs": ", ".join(f"{name} {digest[:SHORT_DIGEST]}" for name, digest in record.inputs_sha256.items()),
