@@ -201,7 +201,7 @@ def artifacts(num_evaluations: int) -> None:
         compared = time.perf_counter() - began
         after_comparing = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         began = time.perf_counter()
-        build_report(study, made.report_inputs(folder), folder)
+        build_report(study, made.report_data(folder), folder)
         reported = time.perf_counter() - began
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         page = (folder / "report.html").stat().st_size / 1e6

@@ -96,7 +96,7 @@ def make(part: str, folder: Path, arguments: argparse.Namespace) -> None:
     elif part == "compare":
         compare(made.study, made.evaluations, folder)
     else:
-        build_report(made.study, made.report_inputs(folder), folder)
+        build_report(made.study, made.report_data(folder), folder)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{part}: {seconds:.1f} s, {cpu:.1f} s of processor time, {peak:.0f} MB", flush=True)  # noqa: T201

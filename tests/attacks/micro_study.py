@@ -29,7 +29,7 @@ from aqnpipe.diagnosis import stage as diagnosis
 from aqnpipe.errors import RunInterruptedError
 from aqnpipe.evaluation import stage as evaluation
 from aqnpipe.models.loading import prepare_model
-from aqnpipe.report.inputs import inputs_of
+from aqnpipe.report.inputs import read_study
 from aqnpipe.report.stage import build_report
 from aqnpipe.runtime import training as runtime
 from aqnpipe.runtime.evaluation_workers import evaluation_runner
@@ -203,7 +203,7 @@ class MicroStudy:
 
     def report(self) -> None:
         """The page."""
-        build_report(self.plan.study, inputs_of(self.plan), Path("results"))
+        build_report(self.plan.study, read_study(self.plan), Path("results"))
 
     def write(self, arms: dict[str, Any]) -> None:
         """Write the study as files, with these arms."""

@@ -43,9 +43,9 @@ def test_an_interrupt_while_libraries_are_imported_is_no_traceback(name, tmp_pat
 
 TERMINATED = """
 import os, signal, sys
-from aqnpipe.cli.robustness import evaluating
+from aqnpipe.cli import robustness
 
-evaluating.evaluate_checkpoints = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+robustness.evaluate_and_report = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 from aqnpipe.cli.main import main
 main()
 """

@@ -1,7 +1,6 @@
 """Every error model in an evaluation, through the command line: its receipt proves it, and names it in the tables."""
 
-import json
-
+import polars as pl
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -49,8 +48,10 @@ def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
     arguments += ["--noises", "noises.yaml", "--noise-seeds", "0,1"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "truncated noise" in result.stdout
-    receipts = read_json(next(tmp_path.glob("robustness/eval/tiny/**/step0.receipt.json")), EvaluationReceipts)
+    assert "the noise truncated" in result.stdout
+    receipts = read_json(
+        next(tmp_path.glob("robustness/eval/checkpoints/tiny/**/step0.receipt.json")), EvaluationReceipts
+    )
     assert not receipts.problems()
     found = {(row.noise_level, row.noise_seed): row.receipt for row in receipts.passes}
     # Presets, truncated, biased: once; absolute, layer, mlp and the level: with both seeds.
@@ -70,8 +71,8 @@ def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
     assert other.differences(NoiseSpec(module_noise=found[9.0, 1].module_noise)) == [
         "evaluation at level 9, noise seed 1: the receipt is of other noise"
     ]
-    report = json.loads((tmp_path / "robustness" / "robustness.json").read_text())
-    assert [row["noise"] for row in report["accuracies"]] == [None, None, *presets, *NOISES]
+    accuracy = pl.read_parquet(tmp_path / "robustness" / "accuracy.parquet").sort("noise_level")
+    assert accuracy["noise"].to_list() == [None, None, *presets, *NOISES]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,9 @@ def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
         (["--noises", "twice.yaml", "--noise", "w4a16_nvfp4"], "w4a16_nvfp4 is also given as --noise"),
         (
             ["--noises", "far.yaml"],
-            "--noises: far.operator_noise.layers: found 99, expected layers 0 to 5, which model tiny has",
+            "--noises: far.operator_noise.layers: found [99], expected layers 0 to 5, which model tiny (tiny) has",
         ),
+        (["--noises", "fused.yaml"], "--noises: fused.operator_noise.attention: found 'fused'"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, arguments, message):
@@ -92,6 +94,9 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, arguments, message):
     (tmp_path / "empty.yaml").write_text("")
     (tmp_path / "far.yaml").write_text(
         "far: {operator_noise: {layers: [99], error: {kind: relative_gaussian, scale: 0.1}}}\n"
+    )
+    (tmp_path / "fused.yaml").write_text(
+        "fused: {operator_noise: {attention: fused, error: {kind: relative_gaussian, scale: 0.1}}}\n"
     )
     (tmp_path / "twice.yaml").write_text("w4a16_nvfp4: w4a16_nvfp4\n")
     error = CliRunner().invoke(app, ["robustness", "tiny", *arguments]).exception

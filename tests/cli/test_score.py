@@ -64,7 +64,7 @@ def test_the_table_says_the_same(transcripts):
 def test_truncation_is_unknown_unless_every_line_says(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in [*LINES, {"response": "1", "gold_answer": 1}]))
-    assert score_transcripts("t", read_transcripts(path)).groups[0].truncated is None
+    assert score_transcripts("t", read_transcripts(path))["groups"][0]["truncated"] is None
     assert "cut off: unknown" in run(path).stdout
 
 
@@ -148,13 +148,14 @@ def evaluation(tmp_path):
 
 
 def test_an_evaluation_is_scored_again_pass_by_pass(evaluation):
-    groups = score_transcripts("e", read_evaluation(evaluation, None)).groups
-    assert [(group.name, group.responses, group.truncated) for group in groups] == [
+    groups = score_transcripts("e", read_evaluation(evaluation, None))["groups"]
+    assert [(group["name"], group["responses"], group["truncated"]) for group in groups] == [
         ("noise 0 seed 0", 2, 0),
         ("noise 0.1 seed 0", 2, 0),
         ("noise 0.1 seed 1", 2, 2),
     ]
-    assert [(group.scorers[0].correct, group.scorers[0].parse_failures) for group in groups] == [(2, 0), (1, 1), (0, 1)]
+    strict = [group["scorers"][0] for group in groups]
+    assert [(found["correct"], found["parse_failures"]) for found in strict] == [(2, 0), (1, 1), (0, 1)]
     assert run(evaluation).exit_code == 0
 
 

@@ -462,6 +462,42 @@ def test_without_a_primary_claim_there_is_no_answer():
     assert answer_of([], [], {}, {}, 0.8) is None
 
 
+def pair(first, second, level, p_holm, kind="degradation"):
+    sides = {"treatment": first, "control": second, "treatment_level": level, "kind": kind, "p_holm": p_holm}
+    return row(comparison_id=f"{first}-{second}-{level}", **sides)
+
+
+def test_of_the_usual_pairs_the_most_shown_at_the_highest_level_answers():
+    """Not the smallest p-value of another level, of accuracy, or of a numbered noise, whose level is above 1."""
+    rows = [
+        pair("a", "b", 0.0, 0.001, "arms"),
+        pair("a", "b", 0.05, 0.002),
+        pair("a", "b", 0.1, 0.04),
+        pair("a", "c", 0.1, 0.01),
+        pair("b", "c", 0.1, None),
+        pair("a", "b", 1.0, 0.003),
+    ]
+    names = [one["comparison_id"] for one in rows]
+    claims = [claim_of("supported", "secondary", comparison_id=name, claim=f"{name} differ") for name in names]
+    tested = dict.fromkeys(names, DegradationComparison(**PAIR, noise_level=0.1))
+    answer = answer_of(claims, rows, {}, tested, 0.8, has_usual_pairs=True)
+    file = ClaimsFile(alpha=0.05, power=0.8, family_size=0, families=(), claims=claims, answer=answer)
+    said = answer_text(file, ENGLISH).replace(NBSP, " ")
+    assert said.startswith("Yes: a-c-0.1 differ; 10 % noise costs a 3.4 points less (")
+    assert answer_of(claims, rows, {}, tested, 0.8) is None
+
+
+PAIR = {"treatment": "a", "control": "b", "expected": "different", "claim": "a and b differ"}
+
+
+def test_of_one_checkpoint_the_highest_noise_answers():
+    rows = [pair("a", "a", level, 0.2, "levels") for level in (0.05, 0.1)]
+    claims = [claim_of("refuted", "control", comparison_id=one["comparison_id"]) for one in rows]
+    tested = {one["comparison_id"]: LevelComparison(arm="a", noise_level=0.1, claim=CLAIM) for one in rows}
+    answer = answer_of(claims, rows, {}, tested, 0.8, has_usual_pairs=True)
+    assert answer.values["finding"].key == "answer.accuracy.more"
+
+
 def test_it_is_chinese_in_a_chinese_report():
     claim = claim_of(claim_zh="带噪声的训练更稳健")
     assert sentence(language="zh", claim=claim).startswith("尚不清楚是否带噪声的训练更稳健；10 % 噪声的代价小 3.4")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lm_harness import FILTERS, harness_grades
 
-from aqnpipe.data.scoring import SCORERS, extract_answer, grade, is_correct, normalise_number, tally
+from aqnpipe.data.scoring import SCORERS, extract_answer, grade, is_correct, normalise_number
 
 TRANSCRIPTS = [
     json.loads(line)
@@ -101,11 +101,6 @@ def test_every_way_of_writing_a_number_is_the_same_number(number, zeros):
     assert is_correct(f"so it is {written}", str(number), "last_number")
 
 
-def test_tally_counts_right_answers_and_those_not_found():
-    graded = [grade(text, "7", "strict") for text in ("#### 7", "7", "#### 8", "####")]
-    assert tally(graded) == (1, 2)
-
-
 @pytest.mark.parametrize(
     ("response", "gold", "found", "correct"),
     [
@@ -153,8 +148,8 @@ def test_random_texts_are_scored_as_by_the_harness(harness):
     responses = ["".join(draws.choices(pieces, k=draws.randrange(12))) for _ in range(3000)]
     golds = draws.choices(["42", "7", "-1", "1,042", "0"], k=len(responses))
     assert_equal_to_the_harness(harness, golds, responses)
-    graded = [grade(*pair, "harness_flexible") for pair in zip(responses, golds, strict=True)]
-    assert 100 < tally(graded).correct < 2900
+    right = sum(grade(*pair, "harness_flexible").correct for pair in zip(responses, golds, strict=True))
+    assert 100 < right < 2900
 
 
 def test_the_table_in_the_docs_counts_the_hard_cases(harness):

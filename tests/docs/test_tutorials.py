@@ -26,7 +26,7 @@ def notebooks():
 
 def words_of(text):
     """The text without numbers, and without the spaces and lines of tables that depend on their widths."""
-    return re.sub(r"[-+]?\d[\d.,e-]*|[─═]+", "#", " ".join(text.split()))
+    return re.sub(r"[-+−]?\d[\d.,e-]*|[─═]+", "#", " ".join(text.split()))
 
 
 def is_same(cell, printed, written):
@@ -77,7 +77,7 @@ def test_other_words_are_noticed_and_other_numbers_where_they_do_not_vary(notebo
     exact, varies = notebooks.cells_of('# %%\nprint(1)\n# %% tags=["numbers-vary"]\nprint(2)\n')
     assert is_same(exact, "5 of 10\n", "5 of 10\n")
     assert not is_same(exact, "6 of 10\n", "5 of 10\n")
-    assert is_same(varies, "│ 26.2 (17.9 to 36.8)  -0.5\n", "│ 9  (1 to 7)    +1e-05\n")
+    assert is_same(varies, "│ 26.2 (17.9 to 36.8)  −0.5\n", "│ 9  (1 to 7)    +1e-05\n")
     assert not is_same(varies, "6 of 10, shown\n", "6 of 10, not shown\n")
 
 

@@ -43,10 +43,10 @@ class Built:
         """The page as text."""
         return self.page.read_text(encoding="utf-8")
 
-    def build(self, study=None, inputs=None, into=None) -> "Built":
-        """Build the report again, from another study or other inputs; the same artifacts otherwise."""
+    def build(self, study=None, data=None, into=None) -> "Built":
+        """Build the report again, from another study or other data; the same artifacts otherwise."""
         folder = into or self.folder
-        build_report(study or self.study, inputs or self.made.report_inputs(self.folder), folder)
+        build_report(study or self.study, data or self.made.report_data(self.folder, study), folder)
         return Built(study or self.study, self.made, folder)
 
 
@@ -95,9 +95,9 @@ def hostile(synthetic, tmp_path_factory):
         record = read_json(run.record, RunRecord)
         update = {"device": HOSTILE, "versions": {HOSTILE: HOSTILE}, "inputs_sha256": {HOSTILE: HOSTILE}}
         write_json(run.record, record.model_copy(update=update))
-    for diagnosis in built.made.diagnoses:
-        verdict = read_json(diagnosis.verdict, Verdict)
-        write_json(diagnosis.verdict, verdict.model_copy(update={"reason": HOSTILE}))
+    for path in built.made.verdicts:
+        verdict = read_json(path, Verdict)
+        write_json(path, verdict.model_copy(update={"reason": HOSTILE}))
     content = built.study.model_dump()
     content["config"]["report"] |= {"title": HOSTILE, "question": HOSTILE}
     content["arms"]["E5"]["description"] = HOSTILE

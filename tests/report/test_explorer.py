@@ -14,13 +14,12 @@ from aqnpipe.report.explorer import (
     flips,
     outcomes,
 )
-from aqnpipe.report.inputs import read_inputs
 from aqnpipe.report.words import load_words
 
 
 @pytest.fixture(scope="module")
 def data(built):
-    return read_inputs(built.made.report_inputs(built.folder))
+    return built.made.report_data(built.folder)
 
 
 def test_the_first_comparison_of_arms_is_explored_unless_the_study_names_a_pair(built, synthetic, data):

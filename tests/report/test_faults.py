@@ -7,10 +7,8 @@ import pytest
 
 from aqnpipe.artifacts.base import statement
 from aqnpipe.artifacts.comparisons import Family
-from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile
 from aqnpipe.config.noise import Fault
-from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.table import Row
 
 
@@ -81,9 +79,8 @@ def losses():
 def page(synthetic, built, tmp_path_factory):
     """The synthetic study with a loss study and a fault in the receipt of one run."""
     folder = tmp_path_factory.mktemp("faults")
-    write_json(folder / "claims.json", losses())
-    inputs = built.made.report_inputs(built.folder)
-    receipt = read_json(inputs.runs[0].receipt, Receipt)
+    data = built.made.report_data(built.folder)
+    receipt = data.runs[0].receipt
     place = {"layer": 1, "operator": "fault 0"}
     cell = Row("rollout", **place, calls=7, elements=1000, changed=250, num_channels=8, num_faulty_channels=8)
     flow = Row("backward", **place, calls=3, elements=800, zeroed=200, squares=25.0, zeroed_squares=9.0)
@@ -93,17 +90,16 @@ def page(synthetic, built, tmp_path_factory):
             "rows": (*receipt.rows, cell, flow),
         }
     )
-    write_json(folder / "receipt.json", faulty)
-    run = dataclasses.replace(inputs.runs[0], receipt=folder / "receipt.json")
+    run = dataclasses.replace(data.runs[0], receipt=faulty)
     changed = dataclasses.replace(
-        inputs, runs=(run, *inputs.runs[1:]), loss_studies=(folder / "claims.json", folder / "missing.json")
+        data, runs=(run, *data.runs[1:]), loss_studies=(losses(),), missing=(folder / "missing.json",)
     )
     html = {}
     for language in ("en", "zh"):
         content = built.study.model_dump()
         content["config"]["report"]["language"] = language
         study = type(built.study).model_validate(content)
-        html[language] = built.build(study=study, inputs=changed, into=folder).html
+        html[language] = built.build(study=study, data=changed, into=folder).html
     return html
 
 

@@ -9,7 +9,7 @@ from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.comparison.stage import compare
 from aqnpipe.config.plan import StudyPlan
-from aqnpipe.report.inputs import inputs_of, read_inputs
+from aqnpipe.report.inputs import read_study
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def half(make_report, synthetic, tmp_path):
         ],
     )
     built = make_report(tmp_path, study, 60)
-    for folder in ("runs/E5/seed1", "eval/E5/seed1", "srdd/target"):
-        shutil.rmtree(tmp_path / folder)
+    for folder in ("runs/base/E5/seed1", "eval/base/E5/seed1", "srdd/base/target"):
+        shutil.rmtree(tmp_path / "results" / folder)
     left = [evaluation for evaluation in built.made.evaluations if evaluation.table.exists()]
     compare(study, left, tmp_path)
     return built
@@ -34,7 +34,7 @@ def test_missing_files_are_named_and_the_rest_is_shown(half):
     html = half.build().html
     assert "This study is incomplete." in html
     assert "Missing: 1 of 4 training runs, 1 of 5 evaluations, 1 of 2 diagnoses." in html
-    assert "runs/E5/seed1/metrics.parquet" in html.split("<section")[0]
+    assert "runs/base/E5/seed1/metrics.parquet" in html.split("<section")[0]
     claims = read_json(half.folder / "claims.json", ClaimsFile).claims
     assert claims[0].verdict == "invalid"
     assert '<li class="invalid" id="claim-' in html
@@ -66,14 +66,13 @@ def test_a_complete_study_has_no_note_on_missing_files(built):
 
 def test_paths_come_from_the_plan(tmp_path, synthetic):
     study = synthetic.study(results_dir="results/x", seeds=[0, 3])
-    inputs = inputs_of(StudyPlan(study), tmp_path)
-    results = tmp_path / "results" / "x"
-    assert inputs.claims == results / "claims.json"
-    assert inputs.published is None
-    assert inputs.runs[1].record == results / "runs/base/baseline/seed3/run.json"
-    assert inputs.runs[1].benchmark == results / "benchmarks/train/base_baseline_seed3.tsv"
-    assert inputs.evaluations[0].table == results / "eval/base/pretrained/seed0/step0.parquet"
-    assert inputs.diagnoses[1].strategies == {"published": results / "srdd/base/target/sigmas-published.yaml"}
-    data = read_inputs(inputs)
-    assert len(data.inputs.runs) - len(data.runs) == 8
-    assert len(data.missing) == 6 + 8 * 3 + len(inputs.evaluations) * 3 + 2 * 3
+    plan, results = StudyPlan(study), tmp_path / "results" / "x"
+    data = read_study(plan, tmp_path)
+    assert (data.runs, data.evaluations, data.diagnoses, data.published) == ((), (), (), None)
+    assert len(data.missing) == 6 + 8 * 3 + len(plan.evaluations()) * 3 + 2 * 3
+    assert {
+        *(results / name for name in ("claims.json", "comparisons.parquet", "data/test.parquet")),
+        results / "runs/base/baseline/seed3/run.json",
+        results / "eval/base/pretrained/seed0/step0.parquet",
+        results / "srdd/base/target/sigmas-published.yaml",
+    } <= {*data.missing}

@@ -1,11 +1,11 @@
 """Noise levels in units of a measured machine, with multiples worked out by hand."""
 
+import dataclasses
 import math
 
 import pytest
 from made_up_parities import identity, operator, parity
 
-from aqnpipe.artifacts.files import write_json
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import OperatorNoise
@@ -173,14 +173,10 @@ def test_page_and_summary_show_the_scale(synthetic, make_report, tmp_path):
     study = synthetic.study(arms=["baseline", "E5"], seeds=[0], comparisons=[])
     without = make_report(tmp_path, study, 60)
     assert 'id="scale"' not in without.html
-    path = tmp_path / "parity.json"
-    write_json(path, MACHINE)
-    inputs = without.made.report_inputs(tmp_path)
-    inputs = type(inputs)(**{**vars(inputs), "parities": (("base", "<b>npu</b>", path),)})
-    page = without.build(inputs=inputs).html
+    data = without.made.report_data(tmp_path)
+    measured = MeasuredMachine("base", "<b>npu</b>", tmp_path / "parity.json", MACHINE)
+    page = without.build(data=dataclasses.replace(data, parities=(measured,))).html
     assert 'href="#scale"' in page
     assert "&lt;b&gt;npu&lt;/b&gt; (bfloat16) in a matrix product" in page
     summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert "| attention | rounding | 1 | 0.4 | 12 | 25 |" in summary
-    path.unlink()
-    assert "parity.json" in without.build(inputs=inputs).html

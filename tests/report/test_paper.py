@@ -16,14 +16,14 @@ from aqnpipe.artifacts.comparisons import ClaimsFile, MachineDifferenceTable
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.report import claims
 from aqnpipe.report.export import claims_panel, export_paper
-from aqnpipe.report.inputs import MeasuredMachine, read_inputs
+from aqnpipe.report.inputs import MeasuredMachine
 from aqnpipe.report.words import load_words
 
 
 @pytest.fixture(scope="module")
 def written(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("paper")
-    data = read_inputs(built.made.report_inputs(built.folder))
+    data = built.made.report_data(built.folder)
     return folder, export_paper(built.study, data, load_words("en"), folder, ["pdf", "svg"], ["latex", "csv"])
 
 
@@ -54,7 +54,7 @@ def test_the_claims_are_one_picture_with_their_intervals(written, built):
 
 
 def test_a_long_claim_is_broken_into_lines_because_a_picture_cuts_what_is_beyond_its_edge(built):
-    data, words = read_inputs(built.made.report_inputs(built.folder)), load_words("en")
+    data, words = built.made.report_data(built.folder), load_words("en")
     overview = claims.claims_overview(built.study, data, words)
     long = "Noise in training on every operator of every layer raises accuracy at 10 % noise in evaluation"
     rows = [
@@ -170,7 +170,7 @@ def test_tables_compile(written, tmp_path):
 
 
 def test_chinese_titles_do_not_overwrite_each_other(built, tmp_path):
-    data = read_inputs(built.made.report_inputs(built.folder))
+    data = built.made.report_data(built.folder)
     paths = export_paper(built.study, data, load_words("zh"), tmp_path, ["svg"], [])
     assert len(set(paths)) == len(paths) == len(list(tmp_path.glob("figures/*")))
 
@@ -190,7 +190,7 @@ def test_a_cell_that_a_spreadsheet_would_run_is_inert():
 
 def test_measured_machines_and_evaluations_on_machines_are_written_too(built, tmp_path):
     """No file is written twice, although both machines have pictures of the same titles."""
-    data = read_inputs(built.made.report_inputs(built.folder))
+    data = built.made.report_data(built.folder)
     measured = parity([operator("q_proj", 0, relative_rms=0.002), operator("lm_head", relative_rms=0.001)])
     parities = tuple(
         MeasuredMachine("base", name, f"results/parity/base/{name}.json", measured) for name in ("device", "target")

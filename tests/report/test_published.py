@@ -10,7 +10,7 @@ from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.published import CheckedAccuracy, CheckedClaim, CheckedLoss, CheckedSeries, PublishedCheck
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.report.export import export_paper
-from aqnpipe.report.inputs import inputs_of, read_inputs
+from aqnpipe.report.inputs import read_study
 from aqnpipe.report.published import side_by_side
 from aqnpipe.report.words import load_words
 
@@ -100,9 +100,7 @@ CHECK = PublishedCheck(
 @pytest.fixture(scope="module")
 def with_check(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("published")
-    write_json(folder / "published.json", CHECK)
-    inputs = replace(built.made.report_inputs(built.folder), published=folder / "published.json")
-    return built.build(inputs=inputs, into=folder)
+    return built.build(data=replace(built.made.report_data(built.folder), published=CHECK), into=folder)
 
 
 def rows(html, table):
@@ -164,11 +162,14 @@ def test_without_a_check_there_is_no_such_section(built):
 
 def test_published_figures_are_an_input_if_the_study_names_a_file(synthetic, tmp_path):
     study = synthetic.study(statistics={"published": "config/published.yaml"})
-    assert inputs_of(StudyPlan(study), tmp_path).published == tmp_path / "results" / "published.json"
+    data = read_study(StudyPlan(study), tmp_path)
+    assert tmp_path / "results" / "published.json" in data.missing
+    write_json(tmp_path / "results" / "published.json", CHECK)
+    assert read_study(StudyPlan(study), tmp_path).published == CHECK
 
 
 def test_a_paper_gets_the_published_figures_too(built, tmp_path):
-    data = replace(read_inputs(built.made.report_inputs(built.folder)), published=CHECK)
+    data = replace(built.made.report_data(built.folder), published=CHECK)
     written = export_paper(built.study, data, load_words("en"), tmp_path, ["svg"], ["csv"])
     names = {path.stem for path in written if path.stem.startswith("published")}
     assert names == {

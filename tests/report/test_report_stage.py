@@ -23,7 +23,6 @@ from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.report import numbers, tables
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.claims import answer_text
-from aqnpipe.report.inputs import read_inputs
 from aqnpipe.report.markup import described, render_svg, series_colour, small_dot
 from aqnpipe.report.page import model_figures
 from aqnpipe.report.training import MAX_DOTS, training_panels
@@ -288,15 +287,15 @@ def test_arms_of_two_models_get_figures_each(built, tmp_path):
     write_table(tmp_path / "accuracy.parquet", both, AccuracyTable)
     claims = read_json(tmp_path / "claims.json", ClaimsFile)
     write_json(tmp_path / "claims.json", claims.model_copy(update={"tables_sha256": {}}))
-    inputs = built.made.report_inputs(tmp_path)
-    page = Page(built.build(study=Study.model_validate(content), inputs=inputs, into=tmp_path).html)
+    study = Study.model_validate(content)
+    page = Page(built.build(study, built.made.report_data(tmp_path, study), tmp_path).html)
     assert "Model large (other/model)" in page.whole_text
     assert "Model base (some/model)" in page.whole_text
 
 
 def test_named_noises_are_categories_beside_the_curves(built, synthetic):
     evaluation = {"noise_seeds": [0], "noises": {"fp4": "w4a16_nvfp4"}, "max_response_tokens": 40, "batch_size": 250}
-    data = read_inputs(built.made.report_inputs(built.folder))
+    data = built.made.report_data(built.folder)
     clean = data.accuracy.filter(pl.col("noise_level") == 0)
     named = clean.with_columns(noise_level=pl.lit(1.0), accuracy=pl.lit(0.25), ci_low=pl.lit(0.2), ci_high=pl.lit(0.3))
     at_name = data.differences.filter(pl.col("noise_level") == 0).with_columns(
@@ -322,7 +321,7 @@ def test_named_noises_are_categories_beside_the_curves(built, synthetic):
 
 def test_tables_of_curves_are_left_out_with_a_note(built, monkeypatch):
     monkeypatch.setattr(tables, "MAX_CURVE_COLUMNS", 3)
-    data = read_inputs(built.made.report_inputs(built.folder))
+    data = built.made.report_data(built.folder)
     figure = model_figures(built.study, data, "base", load_words("en"), lambda *run: "")["training"]
     assert figure.caption.endswith("8 runs are too many for tables of the curves; training.csv has their values.")
     assert not [table for table in figure.tables if table.name.startswith("curve-")]

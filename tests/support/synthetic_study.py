@@ -10,15 +10,17 @@ import polars as pl
 from made_up import NUM_LAYERS
 
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
+from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import write_json, write_table, write_yaml
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.comparison.stage import EvaluationInput
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import TRAINING_PHASES, LayerSigmas
+from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
 from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.report.inputs import DiagnosisInput, EvaluatedInput, ReportInputs, RunInput
+from aqnpipe.report.inputs import ReportData, read_study
 from aqnpipe.seeding import derive_seed
 
 AQN = {
@@ -84,46 +86,44 @@ def study(**changes: Any) -> Study:
 
 
 @dataclass(frozen=True)
+class MadeRun:
+    """The files of a run."""
+
+    arm: str
+    metrics: Path
+    receipt: Path
+    record: Path
+
+
+@dataclass(frozen=True)
 class Artifacts:
-    """Everything that the stages before `compare` and `report` would have written."""
+    """Everything that the stages before `compare` and `report` would have written; `verdicts`: of the diagnoses."""
 
     study: Study
+    root: Path
     evaluations: list[EvaluationInput]
     test_problems: Path
-    runs: tuple[RunInput, ...]
-    diagnoses: tuple[DiagnosisInput, ...]
-    published: Path | None = None
+    runs: tuple[MadeRun, ...]
+    verdicts: tuple[Path, ...]
 
-    def report_inputs(self, folder: Path) -> ReportInputs:
-        """The report's inputs, with the outputs of `compare` expected in `folder`."""
-        return ReportInputs(
-            compared=folder,
-            published=self.published,
-            test_problems=self.test_problems,
-            runs=self.runs,
-            evaluations=tuple(
-                EvaluatedInput(
-                    *(one.model, one.arm, one.seed, one.step, one.table, one.receipt, one.record),
-                    benchmark=one.table.with_suffix(".tsv"),
-                )
-                for one in self.evaluations
-            ),
-            diagnoses=self.diagnoses,
-        )
+    def report_data(self, compared: Path, study: Study | None = None) -> ReportData:
+        """The content of all files, with those of `compare` in `compared`; `study`: another one with the same files."""
+        return read_study(StudyPlan(study or self.study), self.root, compared)
 
 
 def write_study(folder: Path, made_up: Study, num_questions: int = 300) -> Artifacts:
-    """Write the artifacts of every run of `made_up` below `folder`."""
-    steps = made_up.num_steps
+    """Write the artifacts of every run of `made_up` below `folder`, where the workflow puts them."""
+    root, folder, steps = folder, folder / made_up.config.results_dir, made_up.num_steps
     runs = [(arm, seed) for arm in made_up.config.arms for seed in made_up.seeds]
     evaluations = [write_evaluation(folder, made_up, "pretrained", 0, 0, num_questions)]
     evaluations += [write_evaluation(folder, made_up, arm, seed, steps, num_questions) for arm, seed in runs]
     return Artifacts(
         study=made_up,
+        root=root,
         evaluations=evaluations,
         test_problems=_write_problems(folder, num_questions),
         runs=tuple(_write_run(folder, made_up, arm, seed) for arm, seed in runs),
-        diagnoses=tuple(_write_diagnosis(folder, made_up, machine) for machine in made_up.config.machines),
+        verdicts=tuple(_write_diagnosis(folder, made_up, machine) for machine in made_up.config.machines),
     )
 
 
@@ -131,11 +131,10 @@ def write_evaluation(
     folder: Path, made_up: Study, arm: str, seed: int, step: int, num_questions: int = 300
 ) -> EvaluationInput:
     """Write one evaluation and what it cost."""
-    base = folder / "eval" / arm / f"seed{seed}"
-    source = EvaluationInput("base", arm, seed, step, base / "table.parquet", base / "receipt.json", base / "run.json")
+    source = EvaluationInput(**vars(evaluation_files(folder, "base", arm, seed, step)))
     settings = {"evaluation": {"max_response_tokens": 40}}
     made_up_files.write_evaluation(source, made_up, LOGITS.get(arm, 1.0), num_questions, settings)
-    _write_benchmark(source.table.with_suffix(".tsv"), 12.5)
+    _write_benchmark(folder / "benchmarks" / "evaluate" / f"base_{arm}_seed{seed}_step{step}.tsv", 12.5)
     return source
 
 
@@ -153,15 +152,15 @@ def _levels(arm: str, claim: str) -> dict[str, Any]:
     return {"kind": "levels", "arm": arm, "noise_level": 0.1, "claim": claim}
 
 
-def _write_run(folder: Path, made_up: Study, arm: str, seed: int) -> RunInput:
-    base = folder / "runs" / arm / f"seed{seed}"
-    files = (base / name for name in ("metrics.parquet", "receipt.json", "run.json", "benchmark.tsv"))
-    run = RunInput("base", arm, seed, *files)
+def _write_run(folder: Path, made_up: Study, arm: str, seed: int) -> MadeRun:
+    base = folder / "runs" / "base" / arm / f"seed{seed}"
+    run = MadeRun(arm, *(base / name for name in ("metrics.parquet", "receipt.json", "run.json")))
     receipt = training_receipt(made_up.arms[arm], made_up.num_steps)
     write_table(run.metrics, _metrics(arm, seed, made_up.num_steps, receipt), TrainingMetrics)
     write_json(run.receipt, receipt)
     write_json(run.record, made_up_files.record("train", arm, seed, made_up.num_steps, {}))
-    _write_benchmark(run.benchmark, 60.0 + 30 * (arm != "baseline") + seed)
+    costs = folder / "benchmarks" / "train" / f"base_{arm}_seed{seed}.tsv"
+    _write_benchmark(costs, 60.0 + 30 * (arm != "baseline") + seed)
     return run
 
 
@@ -169,6 +168,7 @@ def _write_benchmark(path: Path, seconds: float) -> None:
     """A file as Snakemake's benchmark directive writes it."""
     names = ("s", "h:m:s", "max_rss", "max_vms", "max_uss", "max_pss", "io_in", "io_out", "mean_load", "cpu_time")
     values = (seconds, "0:01:00", 812.5, 2000.0, 600.0, 700.0, "-", "-", 95.0, 0.9 * seconds)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\t".join(names) + "\n" + "\t".join(map(str, values)) + "\n", encoding="utf-8")
 
 
@@ -183,8 +183,8 @@ def _write_problems(folder: Path, num_questions: int) -> Path:
             "gold_answer": [str(number) for number in range(num_questions)],
         }
     )
-    write_table(folder / "test.parquet", table, ProblemTable)
-    return folder / "test.parquet"
+    write_table(folder / "data" / "test.parquet", table, ProblemTable)
+    return folder / "data" / "test.parquet"
 
 
 def _metrics(arm: str, seed: int, num_steps: int, receipt: Receipt) -> pl.DataFrame:
@@ -217,8 +217,8 @@ def _metrics(arm: str, seed: int, num_steps: int, receipt: Receipt) -> pl.DataFr
     )
 
 
-def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInput:
-    base = folder / "srdd" / machine
+def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> Path:
+    base = folder / "srdd" / "base" / machine
     fault = next(iter(made_up.config.machines[machine].faults), None)
     layer = np.arange(NUM_LAYERS)
     faulty = (layer == fault.layer) if fault else np.zeros(NUM_LAYERS, dtype=bool)
@@ -235,14 +235,7 @@ def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInp
             "role": ["healthy"] * NUM_LAYERS,
         }
     )
-    one = DiagnosisInput(
-        "base",
-        machine,
-        base / "layers.parquet",
-        base / "verdict.json",
-        {"published": base / "sigmas-published.yaml"},
-    )
-    write_table(one.layers, table, LayerTable)
+    write_table(base / "layers.parquet", table, LayerTable)
     verdict = Verdict(
         verdict="fault" if fault else "healthy",
         reason="21 % of the outputs of layer 3 are exactly 0" if fault else "no scan passed its threshold",
@@ -253,7 +246,7 @@ def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInp
         num_layers=NUM_LAYERS,
         simulated_faults=(fault.model_dump(mode="json"),) if fault else (),
     )
-    write_json(one.verdict, verdict)
+    write_json(base / "verdict.json", verdict)
     sigmas = {number: 0.075 if faulty[number] else 0.05 for number in range(NUM_LAYERS)}
     aqn = LayerSigmas(
         enabled=True,
@@ -265,6 +258,6 @@ def _write_diagnosis(folder: Path, made_up: Study, machine: str) -> DiagnosisInp
     )
     reasons = {number: "low gain" for number, sigma in sigmas.items() if sigma > 0.06}
     write_yaml(
-        one.strategies["published"], SigmaFile(aqn=aqn, reasons=reasons, srdd_metadata={"num_layers": NUM_LAYERS})
+        base / "sigmas-published.yaml", SigmaFile(aqn=aqn, reasons=reasons, srdd_metadata={"num_layers": NUM_LAYERS})
     )
-    return one
+    return base / "verdict.json"

@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
-from aqnpipe.cli.options import console_of, table_of
+from aqnpipe.cli.options import as_printed, console_of
 
 if TYPE_CHECKING:
     from aqnpipe.artifacts.published import PublishedCheck
-    from aqnpipe.report import tables
     from aqnpipe.report.words import Words
 
 
@@ -42,16 +40,7 @@ def _tables(check: "PublishedCheck", words: "Words") -> list[Table]:
     claims, sentences, accuracies, series, losses = published.published_tables(check, words, {})
     detectable = published.published_detectable(check, words)
     found = (accuracies, losses, series, claims, sentences, detectable)
-    return [_as_rich(table) for table in found if table.rows]
-
-
-def _as_rich(found: "tables.Table") -> Table:
-    """Return a table of the report for the terminal."""
-    number = found.num_text_columns
-    table = table_of(found.caption, found.headers[:number], found.headers[number:])
-    for row in found.rows:
-        table.add_row(*map(escape, row.cells))
-    return table
+    return [as_printed(table) for table in found if table.rows]
 
 
 def _remarks(check: "PublishedCheck", words: "Words") -> list[str]:

@@ -22,7 +22,7 @@ with ends_at_once():
     from aqnpipe.cli.parity.command import capture, parity
     from aqnpipe.cli.plan import plan
     from aqnpipe.cli.results import export, report, verify
-    from aqnpipe.cli.robustness.command import robustness
+    from aqnpipe.cli.robustness import robustness
     from aqnpipe.cli.run import init, run
     from aqnpipe.cli.score import score
     from aqnpipe.cli.sensitivity import sensitivity, sigmas

@@ -6,7 +6,7 @@ reference. The formulas and what they leave out: docs/cost-estimate.md.
 """
 
 from collections.abc import Mapping
-from math import ceil, floor
+from math import ceil
 from pathlib import Path
 
 from pydantic import Field
@@ -41,6 +41,20 @@ _HIDDEN_VALUES = 10
 _RUNTIME = 2.5e9
 _LARGEST_SHARE = 0.95
 """Of a device that vLLM can have; the rest is the context of torch."""
+_SHARED = "training.parallelism: fsdp with more training.num_workers, or training.lora"
+_LESSENED_BY = {
+    "trained": ("trained weights, gradients, moments", _SHARED),
+    "reference": ("reference", "the same"),
+    "passes": (
+        "forward and backward",
+        "training.gradient_checkpointing, fewer training.micro_batch_size or tokens_per_micro_batch",
+    ),
+    "generating": ("rollouts", "more training.num_workers"),
+    "validating": ("validation", "fewer training.validation_questions"),
+    "engine": ("vLLM", "a smaller generation.rollout_gpu_memory_utilization, or rollout_backend: transformers"),
+}
+"""Name of each part of an estimate, and the settings by which it is smaller."""
+
 _MARGIN = 1.25
 """Of a job's declared memory over its expected peak: samples every 5 s miss short peaks, and batches differ."""
 
@@ -158,24 +172,20 @@ def training_memory(
             if least > gigabytes * 1e9:
                 raise ConfigError(
                     f"models.{role}: training needs more than {ceil(least / 1e9)} GB on each device for weights, "
-                    f"gradients and moments alone, {device} has {gigabytes:g} GB; expected "
-                    f"{' or '.join(_ways_to_share(training))} or --memory for larger devices"
+                    f"gradients and moments alone, {device} has {gigabytes:g} GB; expected less ({_SHARED}) or "
+                    "--memory for larger devices"
                 )
             shown = f", more than {ceil(least / 1e9)} GB of {gigabytes:g}" if least else ""
             lines.append(f"training {role} not estimated, its shape is unknown{shown}")
             continue
-        parts = {
-            "trained weights, gradients, moments": found.trained,
-            "reference": found.reference,
-            "forward and backward": found.passes,
-            "rollouts": found.generating,
-            "validation": found.validating,
-            "vLLM": found.engine,
-        }
-        shown = ", ".join(f"{name} {part / 1e9:.3g} GB" for name, part in parts.items() if part)
         lines.append(f"training {role} {ceil(found.total / 1e9)} GB of {gigabytes:g}")
         if found.total > gigabytes * 1e9:
-            raise ConfigError(f"{_too_large(training, found, device, gigabytes)} ({shown})")
+            parts = ((getattr(found, name) / 1e9, *words) for name, words in _LESSENED_BY.items())
+            shown = "; ".join(f"{name} {size:.3g} GB, less with {ways}" for size, name, ways in parts if size)
+            raise ConfigError(
+                f"models.{role}: training needs about {ceil(found.total / 1e9)} GB on each device, {device} has "
+                f"{gigabytes:g} GB; expected less or --memory for larger devices ({shown})"
+            )
         if found.engine_needs > found.engine:
             raise ConfigError(
                 f"generation.rollout_gpu_memory_utilization: vLLM gets {found.engine / 1e9:.3g} GB of {gigabytes:g}, "
@@ -261,48 +271,3 @@ def _ways_to_evaluate(share: float, on_vllm: bool) -> list[str]:
 def _cache_of_a_token(shape: ModelShape, computed: float) -> float:
     """Return the bytes of the keys and values of one token."""
     return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * computed
-
-
-def _ways_to_share(training: TrainingConfig) -> list[str]:
-    """Return the settings that divide weights, gradients and moments, or make them fewer."""
-    return [
-        *(["training.parallelism: fsdp"] if training.parallelism == "data" and training.num_workers > 1 else []),
-        *(["more training.num_workers"] if training.parallelism == "fsdp" or training.num_workers == 1 else []),
-        *(["training.lora"] if training.lora is None else []),
-    ]
-
-
-def _smaller_moments(training: TrainingConfig, found: MemoryEstimate, room: float) -> str:
-    """Return the settings with which each moment fits into `room`, the bytes beside what is always there; or ''."""
-    size = "tokens_per_micro_batch" if training.micro_batch_size is None else "micro_batch_size"
-    passes = "" if training.micro_batch_size == 1 else f"a smaller training.{size}"
-    if not training.gradient_checkpointing:
-        passes = "training.gradient_checkpointing: true"
-    ways = {
-        passes: found.passes,
-        "more training.num_workers": found.generating,
-        "fewer training.validation_questions": found.validating,
-    }
-    needed = [way for way, size in ways.items() if size > room]
-    return " and ".join(needed) if room > 0 and all(needed) else ""
-
-
-def _too_large(training: TrainingConfig, found: MemoryEstimate, device: str, gigabytes: float) -> str:
-    # What vLLM may have: the device without everything else.
-    share = floor(100 - (found.total - found.engine) / gigabytes / 1e7) / 100
-    is_engine = found.engine > 0 and share >= 0
-    room = gigabytes * 1e9 - found.trained - found.reference - found.engine - _RUNTIME
-    smaller = _smaller_moments(training, found, room)
-    ways = {
-        f"generation.rollout_gpu_memory_utilization: {share:g}": is_engine
-        and share * gigabytes * 1e9 >= found.engine_needs,
-        "generation.rollout_backend: transformers": is_engine,
-        "training.parallelism: fsdp": training.parallelism == "data" and training.num_workers > 1,
-        "training.lora": training.lora is None,
-        smaller: smaller != "",
-        "--memory for larger devices": True,
-    }
-    return (
-        f"models.{found.role}: training needs about {ceil(found.total / 1e9)} GB on each device, {device} has "
-        f"{gigabytes:g} GB; expected {' or '.join(way for way, helps in ways.items() if helps)}"
-    )

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from aqnpipe.report import tables
+
 TrustCode = Annotated[
     bool, typer.Option("--trust-code", help="run code, named by these files, from outside of the working directory")
 ]
@@ -240,21 +242,19 @@ def table_of(title: str, left: Sequence[str], right: Sequence[str], remarks: Seq
     return table
 
 
+def as_printed(found: "tables.Table") -> Table:
+    """Return a table of the report for the terminal."""
+    number = found.num_text_columns
+    table = table_of(found.caption, found.headers[:number], found.headers[number:])
+    for row in found.rows:
+        table.add_row(*map(escape, row.cells))
+    return table
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return one line per row, with the cells of a column in the same place; rows have equally many cells."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def number_ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as text, runs of three and more as `first-last`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def given_options(context: typer.Context) -> list[str]:

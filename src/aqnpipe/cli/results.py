@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
@@ -44,7 +43,7 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
     from aqnpipe.comparison.stage import compare, existing_evaluations
     from aqnpipe.loss_study.comparison import compare_losses, existing_losses
     from aqnpipe.published.check import check_published_file
-    from aqnpipe.report.inputs import inputs_of
+    from aqnpipe.report.inputs import read_study
     from aqnpipe.report.stage import build_report
 
     looks = read_looks(plan.results) if plan.study.adaptive_seeds else []
@@ -52,22 +51,16 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
     target = Path(plan.results) / PARTIAL
     evaluations = existing_evaluations(plan)
     published = plan.study.config.statistics.published
-    inputs = inputs_of(plan)
+    problems = Path(plan.results) / "data" / "test.parquet"
     with atomic_path(target) as folder:
         folder.mkdir()
-        compare(plan.study, evaluations, folder, looks, inputs.test_problems)
+        compare(plan.study, evaluations, folder, looks, problems)
         if published is not None:
             write_json(folder / "published.json", check_published_file(Path(published)))
-        losses = {claims: folder / "loss_study" / claims.parent.name / claims.name for claims in inputs.loss_studies}
         for loss_inputs, claims in existing_losses(plan):
-            compare_losses(loss_inputs, plan.study.config.statistics, losses[claims])
-        found = replace(
-            inputs,
-            compared=folder,
-            published=folder / inputs.published.name if inputs.published else None,
-            loss_studies=tuple(made if made.exists() else path for path, made in losses.items()),
-        )
-        build_report(plan.study, found, folder)
+            made = folder / claims.relative_to(plan.results)
+            compare_losses(loss_inputs, plan.study.config.statistics, made)
+        build_report(plan.study, read_study(plan, compared=folder), folder)
         _refuse_other_files(target, {path.name for path in folder.iterdir()})
     yield f"compare: {len(evaluations)} of {plan.num_evaluations} evaluations exist"
     yield f"report: {target / 'report.html'}"
@@ -108,7 +101,7 @@ def export(
     with: inspect view --log-dir FOLDER.
     """
     from aqnpipe.report.export import FigureFormat, TableFormat, export_paper, write_inspect_logs
-    from aqnpipe.report.inputs import inputs_of, read_inputs
+    from aqnpipe.report.inputs import read_study
     from aqnpipe.report.words import load_words
 
     for option in ("figures", "tables"):
@@ -124,11 +117,11 @@ def export(
         number = write_inspect_logs(Path(plan.results), config.study, config.evaluation, folder)
         typer.echo(f"export: {number} logs in {folder}; show them with: inspect view --log-dir {folder}")
         return
-    inputs = inputs_of(plan)
-    if not inputs.claims.is_file():
-        raise ConfigError(f"{inputs.claims}: no such file, expected a study that was run to its report")
+    claims = Path(plan.results) / "claims.json"
+    if not claims.is_file():
+        raise ConfigError(f"{claims}: no such file, expected a study that was run to its report")
     words = load_words(plan.study.config.report.language, plan.study.config.evaluation.noise_names())
-    written = export_paper(plan.study, read_inputs(inputs), words, folder, *wanted)
+    written = export_paper(plan.study, read_study(plan), words, folder, *wanted)
     typer.echo(f"export: {len(written)} files in {folder}")
 
 

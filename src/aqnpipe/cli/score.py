@@ -1,21 +1,23 @@
 """`aqnpipe score`: apply every scorer to the stored responses of a JSON Lines file or of an evaluation."""
 
 import json as json_format
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, ValidationError
 
-from aqnpipe.config.base import FrozenModel, describe_validation_error
+from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.custom_code import source_digest
 from aqnpipe.config.evaluation import Scorer, refuse_unknown_scorer
-from aqnpipe.data.graders import Grader, grader
-from aqnpipe.data.scoring import NUMBER_SCORERS, SCORERS, Graded, normalise_number, tally
+from aqnpipe.data.graders import Grader, grader, pairs
+from aqnpipe.data.scoring import NUMBER_SCORERS, SCORERS, normalise_number
 from aqnpipe.errors import DataError
+
+if TYPE_CHECKING:
+    import polars as pl
 
 MAX_SHOWN = 20
 """Number of disagreements that are printed; `--json` prints all."""
@@ -50,58 +52,6 @@ class TranscriptLine(BaseModel):
     finish_reason: Literal["stop", "length"] | None = None
 
 
-class ScorerResult(FrozenModel):
-    """Number of responses that a scorer finds correct, and number in which it finds no answer."""
-
-    scorer: str
-    correct: int
-    accuracy: float
-    parse_failures: int
-
-
-class GroupResult(FrozenModel):
-    """Scores of a pass. `truncated`: responses cut off at the token limit, null unless known for every response."""
-
-    name: str
-    responses: int
-    truncated: int | None
-    scorers: tuple[ScorerResult, ...]
-
-
-class FoundAnswer(FrozenModel):
-    """The answer that a scorer found in a response, null for none, and whether it is correct."""
-
-    answer: str | None
-    correct: bool
-
-
-class Disagreement(FrozenModel):
-    """A response that some scorers find correct and others wrong."""
-
-    place: str
-    question_id: str | None
-    gold_answer: str
-    found: dict[str, FoundAnswer]
-
-
-class Agreement(FrozenModel):
-    """Number of responses on which our scorer and its counterpart in lm-evaluation-harness agree."""
-
-    scorer: Scorer
-    harness: Scorer
-    same: int
-
-
-class ScoredFile(FrozenModel):
-    """Output of `aqnpipe score --json`."""
-
-    file: str
-    responses: int
-    groups: tuple[GroupResult, ...]
-    agreement: tuple[Agreement, ...]
-    disagreements: tuple[Disagreement, ...]
-
-
 def score(
     transcripts: Annotated[
         Path,
@@ -132,7 +82,7 @@ def score(
     else:
         rows = read_transcripts(transcripts, numbers_only=custom.keys() <= {*NUMBER_SCORERS})
     scored = score_transcripts(str(transcripts), rows, custom)
-    typer.echo(scored.model_dump_json(indent=2) if json else "\n".join(_lines(scored)))
+    typer.echo(json_format.dumps(scored, indent=2, ensure_ascii=False) if json else "\n".join(_lines(scored)))
 
 
 def custom_graders(scorers: Sequence[str]) -> dict[str, Grader]:
@@ -200,32 +150,38 @@ def read_evaluation(path: Path, problems: Path | None) -> list[Transcript]:
 
 def score_transcripts(
     name: str, transcripts: Sequence[Transcript], custom: Mapping[str, Grader] = MappingProxyType({})
-) -> ScoredFile:
-    """Return the results of every scorer on `transcripts`, in which the members of a group are consecutive.
+) -> dict[str, Any]:
+    """Return the output of `aqnpipe score --json`: results of every scorer by group, agreement, and disagreements.
 
-    custom: graders by name, applied beside the scorers of numbers.
+    custom: graders by name, applied beside the scorers of numbers. `truncated`, of a group, is the number of responses
+    that were cut off at the token limit, null unless known for every response. `found`, of a response on which scorers
+    disagree, has the answer that each found (null for none), and whether it is correct.
     """
+    import polars as pl
+
     graders = {scorer: grader(scorer) for scorer in SCORERS} | dict(custom)
-    graded = [
-        {scorer: grade(transcript.response, transcript.gold_answer) for scorer, grade in graders.items()}
-        for transcript in transcripts
-    ]
-    groups = []
-    for group, members in groupby(range(len(transcripts)), key=lambda index: transcripts[index].group):
-        indices = list(members)
-        groups.append(
-            _group_result(group, [transcripts[index] for index in indices], [graded[index] for index in indices])
-        )
-    return ScoredFile(
-        file=name,
-        responses=len(transcripts),
-        groups=tuple(groups),
-        agreement=tuple(
-            Agreement(scorer=ours, harness=theirs, same=sum(row[ours].correct == row[theirs].correct for row in graded))
-            for ours, theirs in HARNESS_COUNTERPARTS.items()
-        ),
-        disagreements=tuple(_disagreements(transcripts, graded)),
+    table = pl.DataFrame(
+        [
+            transcript._asdict()
+            | pairs({scorer: grade(transcript.response, transcript.gold_answer) for scorer, grade in graders.items()})
+            for transcript in transcripts
+        ],
+        infer_schema_length=None,
     )
+    differ = pl.concat_list([f"correct_{scorer}" for scorer in graders]).list.n_unique() > 1
+    return {
+        "file": name,
+        "responses": table.height,
+        "groups": [
+            _group_result(str(group), members, list(graders))
+            for (group,), members in table.group_by("group", maintain_order=True)
+        ],
+        "agreement": [
+            {"scorer": ours, "harness": theirs, "same": (table[f"correct_{ours}"] == table[f"correct_{theirs}"]).sum()}
+            for ours, theirs in HARNESS_COUNTERPARTS.items()
+        ],
+        "disagreements": [_disagreement(row, graders) for row in table.filter(differ).iter_rows(named=True)],
+    }
 
 
 def _transcript(line: bytes, where: str, number: int, numbers_only: bool) -> Transcript:
@@ -255,69 +211,62 @@ def _transcript(line: bytes, where: str, number: int, numbers_only: bool) -> Tra
     return Transcript(
         place=f"line {number}",
         group="",
-        # JSON may contain half a surrogate pair, which cannot be printed.
-        question_id=None
-        if content.question_id is None
-        else str(content.question_id).encode("utf-8", "backslashreplace").decode(),
-        gold_answer=gold,
-        response=content.response,
+        question_id=None if content.question_id is None else _printable(str(content.question_id)),
+        gold_answer=_printable(gold),
+        response=_printable(content.response),
         truncated=None if content.finish_reason is None else content.finish_reason == "length",
     )
 
 
-def _group_result(name: str, members: Sequence[Transcript], graded: Sequence[Mapping[str, Graded]]) -> GroupResult:
-    cut = [transcript.truncated for transcript in members if transcript.truncated is not None]
-    counts = {scorer: tally([row[scorer] for row in graded]) for scorer in graded[0]}
-    return GroupResult(
-        name=name,
-        responses=len(members),
-        truncated=sum(cut) if len(cut) == len(members) else None,
-        scorers=tuple(
-            ScorerResult(
-                scorer=scorer,
-                correct=count.correct,
-                accuracy=count.correct / len(members),
-                parse_failures=count.parse_failures,
-            )
-            for scorer, count in counts.items()
-        ),
+def _printable(text: str) -> str:
+    """Return a text that can be printed: JSON may contain half a surrogate pair."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _group_result(name: str, members: "pl.DataFrame", scorers: Sequence[str]) -> dict[str, Any]:
+    found = (
+        (scorer, members[f"correct_{scorer}"].sum(), members[f"answer_{scorer}"].null_count()) for scorer in scorers
     )
+    return {
+        "name": name,
+        "responses": members.height,
+        "truncated": None if members["truncated"].null_count() else members["truncated"].sum(),
+        "scorers": [
+            {"scorer": scorer, "correct": correct, "accuracy": correct / members.height, "parse_failures": failures}
+            for scorer, correct, failures in found
+        ],
+    }
 
 
-def _disagreements(transcripts: Sequence[Transcript], graded: Sequence[Mapping[str, Graded]]) -> Iterator[Disagreement]:
-    for transcript, row in zip(transcripts, graded, strict=True):
-        if len({grading.correct for grading in row.values()}) > 1:
-            yield Disagreement(
-                place=transcript.place,
-                question_id=transcript.question_id,
-                gold_answer=transcript.gold_answer,
-                found={
-                    scorer: FoundAnswer(answer=grading.answer, correct=grading.correct)
-                    for scorer, grading in row.items()
-                },
-            )
+def _disagreement(row: Mapping[str, Any], scorers: Iterable[str]) -> dict[str, Any]:
+    return {name: row[name] for name in ("place", "question_id", "gold_answer")} | {
+        "found": {
+            scorer: {"answer": row[f"answer_{scorer}"], "correct": row[f"correct_{scorer}"]} for scorer in scorers
+        }
+    }
 
 
-def _lines(scored: ScoredFile) -> Iterator[str]:
-    width = max(18, *(len(result.scorer) + 1 for group in scored.groups for result in group.scorers))
-    for group in scored.groups:
-        cut = "unknown" if group.truncated is None else str(group.truncated)
-        name = f", {group.name}" if group.name else ""
-        yield f"{scored.file}{name}: {group.responses} responses, cut off: {cut}"
+def _lines(scored: Mapping[str, Any]) -> Iterator[str]:
+    width = max(18, *(len(result["scorer"]) + 1 for result in scored["groups"][0]["scorers"]))
+    for group in scored["groups"]:
+        cut = "unknown" if group["truncated"] is None else str(group["truncated"])
+        name = f", {group['name']}" if group["name"] else ""
+        yield f"{scored['file']}{name}: {group['responses']} responses, cut off: {cut}"
         yield f"  {'scorer':<{width}}{'correct':>8}{'%':>8}{'no answer':>12}"
-        for result in group.scorers:
-            counts = f"{result.correct:>8}{100 * result.accuracy:>8.1f}{result.parse_failures:>12}"
-            yield f"  {result.scorer:<{width}}{counts}"
-    for pair in scored.agreement:
-        yield f"{pair.scorer} and {pair.harness} agree on {pair.same} of {scored.responses}"
-    yield f"responses on which scorers disagree: {len(scored.disagreements)}"
-    for difference in scored.disagreements[:MAX_SHOWN]:
-        name = "" if difference.question_id is None else f" {difference.question_id!r}"
+        for result in group["scorers"]:
+            counts = f"{result['correct']:>8}{100 * result['accuracy']:>8.1f}{result['parse_failures']:>12}"
+            yield f"  {result['scorer']:<{width}}{counts}"
+    for pair in scored["agreement"]:
+        yield f"{pair['scorer']} and {pair['harness']} agree on {pair['same']} of {scored['responses']}"
+    differing = scored["disagreements"]
+    yield f"responses on which scorers disagree: {len(differing)}"
+    for response in differing[:MAX_SHOWN]:
+        name = "" if response["question_id"] is None else f" {response['question_id']!r}"
         answers = ", ".join(
-            f"{scorer} {'none' if found.answer is None else repr(found.answer)} "
-            f"{'correct' if found.correct else 'wrong'}"
-            for scorer, found in difference.found.items()
+            f"{scorer} {'none' if found['answer'] is None else repr(found['answer'])} "
+            f"{'correct' if found['correct'] else 'wrong'}"
+            for scorer, found in response["found"].items()
         )
-        yield f"  {difference.place}{name}, gold {difference.gold_answer}: {answers}"
-    if len(scored.disagreements) > MAX_SHOWN:
-        yield f"  and {len(scored.disagreements) - MAX_SHOWN} more; --json prints all"
+        yield f"  {response['place']}{name}, gold {response['gold_answer']}: {answers}"
+    if len(differing) > MAX_SHOWN:
+        yield f"  and {len(differing) - MAX_SHOWN} more; --json prints all"

@@ -75,7 +75,7 @@ def _about(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _check_results(study: Study, source: str) -> None:
+def check_results(study: Study, source: str) -> None:
     """Refuse a folder that is none and cannot be made, or has files of the user that a report would replace."""
     folder, where = Path(study.config.results_dir), f"{source}: results_dir"
     longest = max(len(os.fsencode(part)) for part in folder.parts)
@@ -168,7 +168,7 @@ def _check_looks_and_trackers(study: Study, source: str) -> None:
             refuse_missing(training.report_to)
 
 
-def _check_custom_code(study: Study, source: str) -> None:
+def check_custom_code(study: Study, source: str) -> None:
     """Refuse rewards, a scorer, error models and schedules of the user's own that break their contract."""
     training, evaluation = study.config.training, study.config.evaluation
     for index, reward in enumerate(training.rewards if training is not None else ()):
@@ -314,12 +314,12 @@ def _check_modules_of(
 
 
 _CHECKS = (
-    _check_results,
+    check_results,
     _check_dataset,
     _check_diagnoses,
     _check_parities,
     _check_looks_and_trackers,
-    _check_custom_code,
+    check_custom_code,
     _check_files,
     _check_chat_template,
     _check_checkpoints,

@@ -34,6 +34,7 @@ def statements_of(
         *_conclusion(contrast, judgement),
         *_undeclared_clusters(scores),
         *_unchanged_responses(scores),
+        *([statement("claim.other_tokens")] if contrast.has_other_tokens else []),
     ]
     if judgement.verdict == "not_shown":
         found += _why_not_shown(contrast, estimate, judgement, settings)
@@ -210,13 +211,17 @@ def answer_of(
     looks: Mapping[str, ClaimAtLook],
     comparisons: Mapping[str, Comparison],
     power: float,
+    *,
+    has_usual_pairs: bool = False,
 ) -> Statement | None:
     """Return the sentence that answers the primary claim; None if the study declares none.
 
+    has_usual_pairs: the comparisons are the usual ones of given checkpoints, of which one answers (see `_most_shown`).
     rows: the comparison table. looks: the claims of a study that adds seeds at their last looks, by id. comparisons:
     the declared ones, by id. power: probability with which the further seeds that the sentence names decide the claim.
     """
-    primary = next((claim for claim in claims if claim.role == "primary"), None)
+    name = _most_shown(rows) if has_usual_pairs else None
+    primary = next((claim for claim in claims if claim.role == "primary" or claim.comparison_id == name), None)
     if primary is None:
         return None
     if primary.verdict == "invalid":
@@ -227,11 +232,25 @@ def answer_of(
         "answer.sentence",
         verdict=_verdict(primary, comparisons[primary.comparison_id]),
         claim=primary.claim,
-        finding=_finding(row),
+        finding=_finding(row, comparisons[primary.comparison_id]),
         interval=_interval(row),
         sample=statement("detail.sample", seeds=row["num_seeds"], questions=row["num_questions"]),
         outlook=(_outlook(primary, row, looks.get(primary.comparison_id), power),) if is_open else (),
     )
+
+
+def _most_shown(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the comparison of checkpoints that answers: of the pair that differs most surely in what noise costs.
+
+    At the highest level, by p-values that are adjusted over all pairs. With one checkpoint: of that with itself.
+    """
+    kind = "degradation" if any(row["kind"] == "degradation" for row in rows) else "levels"
+    found = [row for row in rows if row["kind"] == kind]
+    levels = {row["treatment_level"] for row in found}
+    highest = max((level for level in levels if level < 1), default=max(levels, default=0.0))
+    asked = [row for row in found if row["treatment_level"] == highest]
+    answering = min(asked, key=lambda row: 2.0 if row.get("p_holm") is None else row["p_holm"], default=None)
+    return None if answering is None else str(answering["comparison_id"])
 
 
 def _verdict(claim: Claim, comparison: Comparison) -> Statement:
@@ -240,11 +259,15 @@ def _verdict(claim: Claim, comparison: Comparison) -> Statement:
     return statement(f"answer.verdict.{claim.verdict}")
 
 
-def _finding(row: Mapping[str, Any]) -> Statement:
+def _finding(row: Mapping[str, Any], comparison: Comparison) -> Statement:
     """Return the difference, without its sign."""
     sign, difference = "more" if row["difference"] > 0 else "less", abs(row["difference"])
+    level = row["treatment_level"]
+    if row["kind"] == "degradation" and comparison.expected == "different":
+        # Such a claim says of none of the two that it loses less.
+        return statement(f"answer.degradation_of.{sign}", level=level, difference=difference, arm=row["treatment"])
     if row["kind"] == "degradation":
-        return statement(f"answer.degradation.{sign}", level=row["treatment_level"], difference=difference)
+        return statement(f"answer.degradation.{sign}", level=level, difference=difference)
     return statement(f"answer.accuracy.{sign}", difference=difference)
 
 

@@ -110,7 +110,8 @@ class Scores:
 class Contrast:
     """A comparison with its data or with the reason for its refusal: exactly one of `scores` and `refusal` is null.
 
-    of_weights: it is about given checkpoints, not about arms, whose training varies.
+    of_weights: it is about given checkpoints, not about arms, whose training varies. has_other_tokens: their prompts
+    are other tokens, or their responses end otherwise; the questions are the same.
     """
 
     comparison_id: str
@@ -120,6 +121,7 @@ class Contrast:
     scores: Scores | None
     refusal: Refusal | None
     of_weights: bool = False
+    has_other_tokens: bool = False
 
 
 class Contrasts:
@@ -145,7 +147,8 @@ class Contrasts:
             scores = self._scores(pairs, treatment, control, comparison)
         except RefusedError as error:
             return Contrast(identifier, comparison, treatment, control, None, error.refusal, of_weights)
-        return Contrast(identifier, comparison, treatment, control, scores, None, of_weights)
+        other_tokens = of_weights and any(setting_difference(*pair) is not None for pair in pairs)
+        return Contrast(identifier, comparison, treatment, control, scores, None, of_weights, other_tokens)
 
     def runs_of(self, model: str, arm: str) -> list[LoadedEvaluation]:
         """Return the evaluations of the last step of every seed of an arm; RefusedError names missing ones."""

@@ -110,6 +110,7 @@ def compare(
     contrasts = Contrasts(study, loaded)
     decided = last_looks(study, looks)
     named = comparison_ids(study.comparisons())
+    has_usual_pairs = not study.has_training and not study.config.comparisons
     compared_pairs = contrasts_at_looks(study, loaded, looks)
     if not compared_pairs:
         compared_pairs = [contrasts.of(comparison, name) for name, comparison in named.items()]
@@ -143,7 +144,7 @@ def compare(
             claims=tuple(claims),
             aa_control_rates=aa_control_rates(study, contrasts),
             missing=missing_evaluations(study, set(loaded)),
-            answer=answer_of(claims, rows, decided, named, settings.power),
+            answer=answer_of(claims, rows, decided, named, settings.power, has_usual_pairs=has_usual_pairs),
             looks=tuple(looks),
             segments=()
             if problems is None or not problems.is_file()

@@ -1,7 +1,6 @@
 """Scorers: extraction and grading of answers, shared by the reward, the evaluation and `aqnpipe score`."""
 
 import re
-from collections.abc import Sequence
 from decimal import Context, Decimal, InvalidOperation, Overflow
 from typing import NamedTuple
 
@@ -41,13 +40,6 @@ class Graded(NamedTuple):
 
     answer: str | None
     correct: bool
-
-
-class Tally(NamedTuple):
-    """Number of responses that a scorer found correct, and number in which it found no answer."""
-
-    correct: int
-    parse_failures: int
 
 
 def extract_answer(response: str, scorer: Scorer) -> str | None:
@@ -150,11 +142,6 @@ def _same(found: str, gold_answer: str, scorer: Scorer) -> bool:
 def is_correct(response: str, gold_answer: str, scorer: Scorer) -> bool:
     """Return whether the answer that `scorer` finds in `response` equals `gold_answer`."""
     return grade(response, gold_answer, scorer).correct
-
-
-def tally(graded: Sequence[Graded]) -> Tally:
-    """Count correct answers and responses without an answer."""
-    return Tally(sum(grading.correct for grading in graded), sum(grading.answer is None for grading in graded))
 
 
 def _harness_text(text: str) -> str:

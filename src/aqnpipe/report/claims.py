@@ -191,12 +191,12 @@ def _anchors(identifiers: Sequence[str]) -> dict[str, str]:
 
 
 def answer_text(claims: ClaimsFile, words: Words) -> str | None:
-    """Return the sentence on the primary claim; None if the study declares none."""
-    primary = next((claim for claim in claims.claims if claim.role == "primary"), None)
-    if claims.answer is None or primary is None:
+    """Return the sentence that answers the study's question; None if no claim does."""
+    if claims.answer is None:
         return None
     # The statement holds the claim in English, as the study begins it.
-    text = words.own(primary.claim, primary.claim_zh)
+    answering = next(claim for claim in claims.claims if claim.claim == claims.answer.values["claim"])
+    text = words.own(answering.claim, answering.claim_zh)
     shown = f"{text.text} {words('untranslated')}" if text.untranslated else _within_a_sentence(text.text)
     return words.of(claims.answer.model_copy(update={"values": claims.answer.values | {"claim": shown}}))
 

@@ -1,4 +1,4 @@
-"""Inputs of the report: the paths of all artifacts, and the content of those that exist, read and validated."""
+"""Inputs of the report: the content of all artifacts of a study that exist, read and validated."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,69 +36,20 @@ Content = TypeVar("Content")
 Json = TypeVar("Json", bound=BaseModel)
 
 _NO_CLAIMS = ClaimsFile(alpha=0.05, power=0.8, family_size=0, families=(), claims=())
-
-
-@dataclass(frozen=True)
-class RunInput:
-    """Files of one training run."""
-
-    model: str
-    arm: str
-    seed: int
-    metrics: Path
-    receipt: Path
-    record: Path
-    benchmark: Path
-
-
-@dataclass(frozen=True)
-class EvaluatedInput(EvaluationFiles):
-    """Files of one evaluated checkpoint, and the benchmark file with the cost of its job."""
-
-    benchmark: Path
-
-
-@dataclass(frozen=True)
-class DiagnosisInput:
-    """Files of the diagnosis of one model on one machine; sigmas by strategy, the published rule first."""
-
-    model: str
-    machine: str
-    layers: Path
-    verdict: Path
-    strategies: Mapping[str, Path]
-
-
-@dataclass(frozen=True)
-class ReportInputs:
-    """Paths of all artifacts that the report shows; the report lists those that do not exist.
-
-    `parities`: of a model with a machine of the study, or with what a file was measured on: model, machine and file.
-    `compared` is the folder of what the compare stage writes. `published` is None where the study names no published
-    figures, `machines` where it evaluates on no further ones.
-    """
-
-    compared: Path
-    published: Path | None
-    test_problems: Path
-    runs: tuple[RunInput, ...]
-    evaluations: tuple[EvaluatedInput, ...]
-    diagnoses: tuple[DiagnosisInput, ...]
-    loss_studies: tuple[Path, ...] = ()
-    parities: tuple[tuple[str, str, Path], ...] = ()
-    machines: Path | None = None
-
-    @property
-    def claims(self) -> Path:
-        """The claims of the study."""
-        return self.compared / "claims.json"
+_COMPARED: Mapping[str, type[pa.DataFrameModel]] = {
+    "comparisons": ComparisonTable,
+    "accuracy": AccuracyTable,
+    "robustness": RobustnessTable,
+    "differences": DifferenceTable,
+}
+"""The tables of the compare stage, by their names."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The content of one training run. `cost` is None if its job left no measurement."""
+    """The content of one training run, whose record is at `path`. `cost` is None if its job left no measurement."""
 
-    source: RunInput
+    path: Path
     model: str
     arm: str
     seed: int
@@ -112,10 +63,15 @@ class Run:
 class Evaluated:
     """The receipts and the record of one evaluated checkpoint; its table is read only when it is needed."""
 
-    source: EvaluatedInput
+    source: EvaluationFiles
     receipts: EvaluationReceipts
     record: RunRecord
     cost: Cost | None
+
+    @property
+    def path(self) -> Path:
+        """The path of the record."""
+        return self.source.record
 
     def responses(self) -> pl.DataFrame:
         """Every response to every question; DataError for a malformed file."""
@@ -124,7 +80,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis of one model on one machine."""
+    """The diagnosis of one model on one machine; sigmas by strategy, the published rule first."""
 
     model: str
     machine: str
@@ -145,7 +101,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """The parity of one model with a machine, as it was read from `path`."""
+    """The parity of one model with a machine, or with what a file was measured on, as it was read from `path`."""
 
     model: str
     machine: str
@@ -155,12 +111,13 @@ class MeasuredMachine:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Every artifact that exists, read and validated; tables and claims that do not exist are empty.
+    """Every artifact of the study of `plan` that exists, read and validated; what does not exist is empty.
 
-    `inputs`: the files of a complete study. `missing` are those that do not exist.
+    `missing`: the files that do not exist. `published` is None where the study names no published figures; `machines`
+    is empty where it evaluates on no further ones.
     """
 
-    inputs: ReportInputs
+    plan: StudyPlan
 
     accuracy: pl.DataFrame
     comparisons: pl.DataFrame
@@ -178,53 +135,16 @@ class ReportData:
     machines: pl.DataFrame = field(default_factory=pl.DataFrame)
 
 
-def inputs_of(plan: StudyPlan, root: Path = Path()) -> ReportInputs:
-    """Return the paths of every artifact of a study, below `root` (the folder that the study runs in)."""
-    results = root / plan.results
+def read_study(plan: StudyPlan, root: Path = Path(), compared: Path | None = None) -> ReportData:
+    """Read and validate every artifact that exists of a study that runs in the folder `root`.
 
-    def run_input(model: str, arm: str, seed: int) -> RunInput:
-        folder = results / "runs" / model / arm / f"seed{seed}"
-        return RunInput(
-            model=model,
-            arm=arm,
-            seed=seed,
-            metrics=folder / "metrics.parquet",
-            receipt=folder / "receipt.json",
-            record=folder / "run.json",
-            benchmark=results / "benchmarks" / "train" / f"{model}_{arm}_seed{seed}.tsv",
-        )
-
-    def evaluated_input(model: str, arm: str, seed: int, step: int) -> EvaluatedInput:
-        files = evaluation_files(results, model, arm, seed, step)
-        name = f"{model}_{arm}_seed{seed}_step{step}.tsv"
-        return EvaluatedInput(**vars(files), benchmark=results / "benchmarks" / "evaluate" / name)
-
-    def diagnosis_input(model: str, machine: str) -> DiagnosisInput:
-        folder = results / "srdd" / model / machine
-        strategies: dict[str, Path] = {
-            strategy: folder / sigmas_name(strategy) for strategy in plan.strategies(model, machine)
-        }
-        return DiagnosisInput(model, machine, folder / "layers.parquet", folder / "verdict.json", strategies)
-
-    return ReportInputs(
-        compared=results,
-        published=results / "published.json" if plan.study.config.statistics.published else None,
-        test_problems=results / "data" / "test.parquet",
-        runs=tuple(run_input(*run) for run in plan.runs()),
-        evaluations=tuple(evaluated_input(*checkpoint) for checkpoint in plan.evaluations()),
-        diagnoses=tuple(diagnosis_input(*names) for names in plan.diagnoses()),
-        loss_studies=tuple(root / path for path in plan.loss_study_files("claims.json")),
-        parities=tuple((model, machine, root / path) for model, machine, path in plan.all_parities()),
-        machines=results / "machines.parquet" if plan.study.config.evaluation.machines else None,
-    )
-
-
-def read_inputs(inputs: ReportInputs) -> ReportData:
-    """Read and validate every artifact that exists.
-
-    DataError names the first one that is malformed, does not match its record or the claims, or is from another job.
+    compared: folder of comparisons, with those of loss studies and the check of published figures; None: the results.
+    DataError names the first artifact that is malformed, does not match its record or the claims, or is from another
+    job.
     """
     missing: list[Path] = []
+    results, config = root / plan.results, plan.study.config
+    compared = results if compared is None else compared
 
     def read(paths: Sequence[Path], reader: Callable[[], Content]) -> Content | None:
         absent = [path for path in paths if not path.exists()]
@@ -238,45 +158,57 @@ def read_inputs(inputs: ReportInputs) -> ReportData:
     def json(path: Path, model: type[Json]) -> Json | None:
         return read([path], lambda: read_json(path, model))
 
-    runs = _found(read([one.metrics, one.receipt, one.record], partial(_read_run, one)) for one in inputs.runs)
+    def run(model: str, arm: str, seed: int) -> Run | None:
+        folder = results / "runs" / model / arm / f"seed{seed}"
+        metrics, receipt, record = (folder / name for name in ("metrics.parquet", "receipt.json", "run.json"))
+        costs = results / "benchmarks" / "train" / f"{model}_{arm}_seed{seed}.tsv"
+        reader = partial(_read_run, model, arm, seed, metrics, receipt, record, costs)
+        return read([metrics, receipt, record], reader)
+
+    def evaluated(*checkpoint: str | int) -> Evaluated | None:
+        files = evaluation_files(results, *checkpoint)  # type: ignore[arg-type]
+        name = f"{files.model}_{files.arm}_seed{files.seed}_step{files.step}.tsv"
+        costs = results / "benchmarks" / "evaluate" / name
+        return read([files.table, files.receipt, files.record], lambda: _read_evaluated(files, costs))
+
+    def diagnosis(model: str, machine: str) -> Diagnosis | None:
+        folder = results / "srdd" / model / machine
+        strategies = plan.strategies(model, machine)
+        sigmas: dict[str, Path] = {strategy: folder / sigmas_name(strategy) for strategy in strategies}
+        files = folder / "layers.parquet", folder / "verdict.json"
+        return read([*files, *sigmas.values()], lambda: _read_diagnosis(model, machine, *files, sigmas))
+
+    def loss_study(path: str) -> LossStudyFile | None:
+        again = compared / Path(path).relative_to(plan.results)
+        return json(again if again.exists() else root / path, LossStudyFile)
+
+    def parity(model: str, machine: str, path: str) -> MeasuredMachine | None:
+        found = json(root / path, ParityFile)
+        return None if found is None else MeasuredMachine(model, machine, root / path, found)
+
+    runs = _found(run(*names) for names in plan.runs())
     for schema in (TrainingMetrics, CustomRewardMetrics):
-        metrics = {run.source.metrics: run.metrics for run in runs if _schema_of(run.record) is schema}
-        validate_tables(metrics, schema)
-    evaluations = _found(
-        read([one.table, one.receipt, one.record], partial(_read_evaluated, one)) for one in inputs.evaluations
-    )
-    diagnoses = _found(
-        read([one.layers, one.verdict, *one.strategies.values()], partial(_read_diagnosis, one))
-        for one in inputs.diagnoses
-    )
-    loss_studies = _found(json(path, LossStudyFile) for path in inputs.loss_studies)
-    parities = [(source, json(source[-1], ParityFile)) for source in inputs.parities]
-    claims = json(inputs.claims, ClaimsFile) or _NO_CLAIMS
-    schemas = {
-        "comparisons": ComparisonTable,
-        "accuracy": AccuracyTable,
-        "robustness": RobustnessTable,
-        "differences": DifferenceTable,
-    }
-    files = {name: inputs.compared / f"{name}.parquet" for name in schemas}
-    for path in files.values():
-        if path.name in claims.tables_sha256 and not has_digest(path, claims.tables_sha256[path.name]):
-            raise DataError(f"{path}: not what was written with {inputs.claims} (SHA-256 differs); compare again")
-    compared = {name: table(files[name], schema) for name, schema in schemas.items()}
-    _refuse_other_verdicts(inputs.claims, claims, compared["comparisons"])
+        validate_tables({one.path: one.metrics for one in runs if _schema_of(one.record) is schema}, schema)
+    evaluations = _found(evaluated(*checkpoint) for checkpoint in plan.evaluations())
+    diagnoses = _found(diagnosis(*names) for names in plan.diagnoses())
+    loss_studies = _found(map(loss_study, plan.loss_study_files("claims.json")))
+    parities = _found(parity(*names) for names in plan.all_parities())
+    claims = json(compared / "claims.json", ClaimsFile) or _NO_CLAIMS
     return ReportData(
-        inputs=inputs,
-        **compared,
-        claims=claims,
-        published=json(inputs.published, PublishedCheck) if inputs.published else None,
-        test_problems=table(inputs.test_problems, ProblemTable),
+        plan=plan,
         runs=runs,
         evaluations=evaluations,
         diagnoses=diagnoses,
-        missing=tuple(missing),
         loss_studies=loss_studies,
-        parities=tuple(MeasuredMachine(*source, parity) for source, parity in parities if parity),
-        machines=pl.DataFrame() if inputs.machines is None else table(inputs.machines, MachineDifferenceTable),
+        parities=parities,
+        claims=claims,
+        **_compared_tables(compared, claims, table),
+        published=json(compared / "published.json", PublishedCheck) if config.statistics.published else None,
+        test_problems=table(results / "data" / "test.parquet", ProblemTable),
+        machines=table(results / "machines.parquet", MachineDifferenceTable)
+        if config.evaluation.machines
+        else pl.DataFrame(),
+        missing=tuple(missing),
     )
 
 
@@ -284,15 +216,23 @@ def _found(read: Iterable[Content | None]) -> tuple[Content, ...]:
     return tuple(one for one in read if one is not None)
 
 
-def _refuse_other_verdicts(path: Path, claims: ClaimsFile, compared: pl.DataFrame) -> None:
-    """Raise DataError if a claim has another verdict than its row of the comparisons."""
-    verdicts = dict(compared.select("comparison_id", "verdict").iter_rows())
+def _compared_tables(
+    folder: Path, claims: ClaimsFile, read: Callable[[Path, type[pa.DataFrameModel]], pl.DataFrame]
+) -> dict[str, pl.DataFrame]:
+    """Return the tables of comparisons; DataError for one that was not written with the claims."""
+    files, path = {name: folder / f"{name}.parquet" for name in _COMPARED}, folder / "claims.json"
+    for file in files.values():
+        if file.name in claims.tables_sha256 and not has_digest(file, claims.tables_sha256[file.name]):
+            raise DataError(f"{file}: not what was written with {path} (SHA-256 differs); compare again")
+    found = {name: read(files[name], schema) for name, schema in _COMPARED.items()}
+    verdicts = dict(found["comparisons"].select("comparison_id", "verdict").iter_rows())
     for claim in claims.claims:
         if verdicts.get(claim.comparison_id, claim.verdict) != claim.verdict:
             raise DataError(
                 f"{path}: {claim.comparison_id} is {claim.verdict}, comparisons.parquet says "
                 f"{verdicts[claim.comparison_id]}; compare again"
             )
+    return found
 
 
 def _schema_of(record: RunRecord) -> type[TrainingMetrics]:
@@ -300,18 +240,17 @@ def _schema_of(record: RunRecord) -> type[TrainingMetrics]:
     return CustomRewardMetrics if isinstance(training, dict) and training.get("rewards") else TrainingMetrics
 
 
-def _read_run(run: RunInput) -> Run:
-    """Read the files of a run without validating its metrics: `read_inputs` validates those of all runs together."""
-    identity: dict[str, str | int] = {"model": run.model, "arm": run.arm, "seed": run.seed}
+def _read_run(model: str, arm: str, seed: int, metrics: Path, receipt: Path, record: Path, costs: Path) -> Run:
+    """Read the files of a run without validating its metrics: `read_study` validates those of all runs together."""
     return Run(
-        source=run,
-        model=run.model,
-        arm=run.arm,
-        seed=run.seed,
-        record=_own_record(run.record, identity, run.metrics, run.receipt),
-        metrics=read_unchecked_table(run.metrics),
-        receipt=read_json(run.receipt, Receipt),
-        cost=read_cost(run.benchmark),
+        path=record,
+        model=model,
+        arm=arm,
+        seed=seed,
+        record=_own_record(record, {"model": model, "arm": arm, "seed": seed}, metrics, receipt),
+        metrics=read_unchecked_table(metrics),
+        receipt=read_json(receipt, Receipt),
+        cost=read_cost(costs),
     )
 
 
@@ -324,27 +263,27 @@ def _own_record(path: Path, identity: Mapping[str, str | int], *outputs: Path) -
     return record
 
 
-def _read_evaluated(files: EvaluatedInput) -> Evaluated:
+def _read_evaluated(files: EvaluationFiles, costs: Path) -> Evaluated:
     return Evaluated(
         source=files,
         record=_own_record(files.record, files.identity),
         receipts=read_json(files.receipt, EvaluationReceipts),
-        cost=read_cost(files.benchmark),
+        cost=read_cost(costs),
     )
 
 
-def _read_diagnosis(files: DiagnosisInput) -> Diagnosis:
-    verdict = read_json(files.verdict, Verdict)
+def _read_diagnosis(model: str, machine: str, layers: Path, path: Path, sigmas: Mapping[str, Path]) -> Diagnosis:
+    verdict = read_json(path, Verdict)
     origin = verdict.origin
-    if origin is not None and (origin.model, origin.machine) != (files.model, files.machine):
+    if origin is not None and (origin.model, origin.machine) != (model, machine):
         raise DataError(
-            f"{files.verdict}: this is the diagnosis of model {origin.model} on machine {origin.machine}, "
-            f"expected model {files.model} on machine {files.machine}"
+            f"{path}: this is the diagnosis of model {origin.model} on machine {origin.machine}, expected model "
+            f"{model} on machine {machine}"
         )
     return Diagnosis(
-        model=files.model,
-        machine=files.machine,
-        layers=read_table(files.layers, LayerTable),
+        model=model,
+        machine=machine,
+        layers=read_table(layers, LayerTable),
         verdict=verdict,
-        strategies={name: read_yaml(path, SigmaFile) for name, path in files.strategies.items()},
+        strategies={name: read_yaml(file, SigmaFile) for name, file in sigmas.items()},
     )

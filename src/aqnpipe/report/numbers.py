@@ -131,3 +131,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 def in_markdown_cell(value: object) -> str:
     """Return a value as the text of a cell of a table in Markdown."""
     return str(value).replace("|", "\\|")
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Return numbers as text, runs of three and more as `first-last`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

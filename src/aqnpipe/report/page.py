@@ -31,7 +31,7 @@ MINUTE = 60.0
 def cost_rows(made: Sequence[Run] | Sequence[Evaluated]) -> pl.DataFrame:
     """Return a row per job that recorded its cost: model, arm, seed, seconds, cpu_seconds, peak_mb."""
     rows = [
-        {name: getattr(one.source, name) for name in ("model", "arm", "seed")} | vars(one.cost)
+        {name: one.record.identity[name] for name in ("model", "arm", "seed")} | vars(one.cost)
         for one in made
         if one.cost
     ]

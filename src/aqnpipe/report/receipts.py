@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, get_args
 
+import polars as pl
+
 from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import (
@@ -59,7 +61,7 @@ def _run_parts(run: Run, words: Words) -> tuple[Part, ...]:
     return (
         Part("name", name),
         Part("table", phase_table(run.receipt, words), title=name),
-        Part("caption", _sync_text(run.receipt, words)),
+        Part("caption", sync_text(run.receipt, words)),
     )
 
 
@@ -156,6 +158,48 @@ def _overview_row(run: Run, words: Words, run_link: RunLink) -> dict[str, Any]:
 def phase_table(receipt: Receipt, words: Words) -> Table:
     """Return requested and measured noise by phase."""
     return table("phases", (_phase_row(receipt, record, words) for record in receipt.phases), words)
+
+
+_OPERATORS: dict[str, Any] = {
+    **dict.fromkeys(("phase", "operator", "error"), pl.String),
+    "layer": pl.Int64,
+    **dict.fromkeys(("calls", "elements", "measured_elements"), pl.Int64),
+    **dict.fromkeys(("requested", "squares"), pl.Float64),
+}
+"""Columns of the rows of operators with an error."""
+
+
+def operator_table(receipt: Receipt, words: Words) -> Table:
+    """Return what was measured by phase, operator and error, over layers; keys and values in a cache are the last."""
+    cells = pl.DataFrame([_operator(cell) for cell in receipt.cells], schema=_OPERATORS)
+    elements = pl.col("measured_elements").sum()
+    of_operators = cells.group_by("phase", "operator", "error", "requested", maintain_order=True).agg(
+        pl.col("layer").drop_nulls().alias("layers"),
+        pl.col("calls", "elements").sum(),
+        pl.when(elements > 0).then((pl.col("squares").sum() / elements).sqrt()).alias("measured"),
+    )
+    rows = [row | {"layers": numbers.number_ranges(row["layers"])} for row in of_operators.iter_rows(named=True)]
+    return table("operators", [*rows, *_cache_rows(receipt)], words)
+
+
+def _operator(cell: Row) -> dict[str, Any]:
+    is_head = cell.layer is None and not cell.is_module
+    named = {"operator": f"{cell.operator} (lm_head)" if is_head else cell.operator, "error": cell.kind}
+    return {name: getattr(cell, name) for name in _OPERATORS if name != "error"} | named
+
+
+def _cache_rows(receipt: Receipt) -> Iterator[dict[str, Any]]:
+    for phase in receipt.kv_cache.phases if receipt.kv_cache is not None else ():
+        cells = [cell for cell in receipt.cache_cells if cell.phase == phase]
+        yield {
+            "phase": phase,
+            "operator": CACHE,
+            "layers": numbers.number_ranges([cell.layer for cell in cells if cell.layer is not None]),
+            "error": receipt.kv_cache.format if receipt.kv_cache is not None else "",
+            **{name: sum(getattr(cell, name) for cell in cells) for name in ("calls", "elements")},
+            "requested": None,
+            "measured": cache_error(cells),
+        }
 
 
 def _phase_row(receipt: Receipt, record: Row, words: Words) -> dict[str, Any]:
@@ -259,7 +303,8 @@ def _root_mean_square(cells: Sequence[Row], *, relative: bool) -> float:
     return math.sqrt(squares / sum(cell.measured_elements for cell in cells))
 
 
-def _sync_text(receipt: Receipt, words: Words) -> str:
+def sync_text(receipt: Receipt, words: Words) -> str:
+    """Return how often AQN was drawn, its size against the request, and whether the clean weights came back."""
     syncs = receipt.weight_syncs
     if not syncs:
         return words("receipts.no_aqn" if receipt.aqn is None else "receipts.no_sync")
@@ -354,7 +399,7 @@ def _provenance(made: Run | Evaluated, words: Words) -> dict[str, Any]:
     record, device = made.record, made.record.device
     replays = record.generation.get("enforce_eager") is False
     return {
-        "record": made.source.record,
+        "record": made.path,
         "device": words("provenance.graphs", device=device) if replays else device,
         "code": record.code_digest[:SHORT_DIGEST],
         "inputs": ", ".join(f"{name} {digest[:SHORT_DIGEST]}" for name, digest in record.inputs_sha256.items()),

@@ -8,7 +8,7 @@ from aqnpipe.artifacts.files import atomic_path, write_csv, write_text
 from aqnpipe.config.study import Study
 from aqnpipe.report import claims, explorer, machines, markup, numbers, page, tables
 from aqnpipe.report.claims import summary_line
-from aqnpipe.report.inputs import ReportData, ReportInputs, read_inputs
+from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.markup import inline, page_template
 from aqnpipe.report.summary import readme, render_summary
 from aqnpipe.report.words import Words, at_noise, load_words
@@ -21,13 +21,12 @@ def write_pair(folder: Path, name: str, table: pl.DataFrame, left_out: tuple[str
     write_csv(folder / f"{name}.csv", table.drop(left_out, strict=False))
 
 
-def build_report(study: Study, inputs: ReportInputs, folder: Path) -> None:
-    """Write page, summary and tables from those files of `inputs` that exist; the same files give the same bytes.
+def build_report(study: Study, data: ReportData, folder: Path) -> None:
+    """Write page, summary and tables from what exists of the study; the same files give the same bytes.
 
     Into `folder`: report.html, summary.md and README.md, and training, layers and flips, each as .parquet and .csv.
-    The page names the files that do not exist. Raises DataError for malformed artifacts; then nothing is written.
+    The page names the files that do not exist.
     """
-    data = read_inputs(inputs)
     words = load_words(study.config.report.language, study.config.evaluation.noise_names())
     pair = explorer.explored_pair(study, data.comparisons)
     flipped, num_questions, num_seeds = explorer.flips(pair, study, data)

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from aqnpipe.cli.options import console_of, number_ranges, table_of
+from aqnpipe.cli.options import console_of, table_of
+from aqnpipe.report.numbers import number_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
