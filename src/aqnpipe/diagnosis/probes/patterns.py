@@ -77,7 +77,7 @@ def selection(out_features: int, in_features: int, *, skip: int = 0) -> tuple[Te
     """
     usable = in_features - skip
     stride = max(1, int(usable * 0.618))
-    while usable > 1 and torch.gcd(torch.tensor(stride), torch.tensor(usable)) != 1:
+    while usable > 1 and math.gcd(stride, usable) != 1:
         stride -= 1
     outputs = torch.arange(out_features)
     return skip + (outputs * stride) % usable, (1 - 2 * ((outputs // 2) % 2)).double()
