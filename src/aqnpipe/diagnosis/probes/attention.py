@@ -56,8 +56,8 @@ class Observation:
     `padding`: number of masked tokens at the start of each sequence. `seen`: tokens in the cache before this call;
     `num_new`: tokens of this call. `operands` and `tables`: queries and new keys of the first sequence as the model
     made them, and its cosines and sines, by layer and `seen`. `shown`: outputs of the projections in this call.
-    `with_gradients` differentiates the kernel of the prefill as well, `with_fewer` also runs it on fewer sequences. Only
-    some queries of a `long` batch are compared, from every part of the sequences.
+    `with_gradients` differentiates the kernel of the prefill as well, `with_fewer` also runs it on fewer sequences.
+    Only some queries of a `long` batch are compared, from every part of the sequences.
     """
 
     padding: Tensor

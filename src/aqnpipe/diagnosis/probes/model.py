@@ -35,7 +35,7 @@ from aqnpipe.diagnosis.probes.linears import (
     rows_of_layer,
 )
 from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
-from aqnpipe.diagnosis.probes.outer_modules import probe_outer_modules
+from aqnpipe.diagnosis.probes.outer_modules import EMBEDDING_GRADIENT, probe_outer_modules
 from aqnpipe.diagnosis.probes.outer_modules_in_sequences import FINITE
 from aqnpipe.diagnosis.probes.reference import FEW_ROWS
 from aqnpipe.diagnosis.probes.repeats import Part
@@ -72,6 +72,8 @@ def model_checks(
     show_progress("exact probes: sequences")
     parts.append(Part(lambda: probe_sequences(model, layers, seed, unreached)))
     checks = [check for part in parts for check in part.checks]
+    if not any(check.site == EMBEDDING_GRADIENT for check in checks):
+        unreached["gradient of the embedding"] = f"{_NO_GRADIENT}, or a class of its own"
     if not is_known(model):
         reason = f"not tried on model type {model_type(model)}"
         unreached["ranges and gradients of norms, experts, router"] = reason
@@ -98,9 +100,9 @@ def _other_shapes(num_layers: int) -> Untested:
 def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
     """Return what no diagnosis tests: learned positions, some gradients, other sequences, other attention kernels."""
     used = getattr(model.config, "_attn_implementation", None)
-    without_probe = ["embedding", "gains", "biases", "rotary embedding", "gated products", "residual sums", "lm_head"]
+    without_probe = ["gains", "biases", "rotary embedding", "gated products", "residual sums", "lm_head"]
     if any(experts_of(sites.layer) is not None or router_of(sites.layer) is not None for sites in layers):
-        without_probe[1:1] = ["experts", "router"]
+        without_probe[:0] = ["experts", "router"]
     tokens = model.get_input_embeddings()  # type: ignore[operator]
     others = [
         name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and module is not tokens
