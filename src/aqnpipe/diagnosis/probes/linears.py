@@ -30,6 +30,7 @@ from aqnpipe.diagnosis.probes.patterns import (
     running_operands,
     selection,
     selection_weight,
+    with_cuts,
 )
 from aqnpipe.diagnosis.probes.reference import (
     PRODUCT_BITS,
@@ -91,11 +92,11 @@ def summing(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> li
         tokens = min(inputs.num_tokens, len(inputs.ladder))
         key = ("diagnosis.cancelling", layer, *name.encode())
         operands = cancelling_operands(tokens, *size, keyed_generator("cpu", inputs.seed, *key))
-        checks.append(_product("accumulator", layer, name, module, operands))
+        checks.append(_product("accumulator", layer, name, module, operands, 0.0))
         key = ("diagnosis.running", layer, *name.encode())
         operands = running_operands(_NUM_RUNNING, *size, keyed_generator("cpu", inputs.seed, *key))
         x, weight, _ = operands
-        free = None
+        free = torch.zeros(())
         if inputs.dtype != torch.float32:  # kernels that split a sum may round its parts to 16 bits
             free = sum_bound(x.abs() @ weight.abs().T, module.in_features, inputs.dtype)
         checks.append(_product("accumulator", layer, name, module, operands, free))
@@ -182,13 +183,15 @@ def _product(
     name: str,
     module: nn.Linear,
     operands: tuple[Tensor, Tensor, Tensor],
-    allowed: Tensor | None = None,
+    allowed: Tensor | float | None = None,
 ) -> Check:
+    """Compare a product; with `allowed`, of sums that need a wide accumulator."""
     x, weight, product = operands
     own = module.weight
     with substituted([(own, weight.to(own.device, own.dtype)), *zero_bias(module)]):
         output = module(x.unsqueeze(1).to(own.device, own.dtype))
-    return compare(probe, layer, name, product, output, allowed=allowed)
+    free = None if allowed is None else with_cuts(allowed, x, product, output)
+    return compare(probe, layer, name, product, output, allowed=free)
 
 
 def rows_of_layer(layer: int, num_layers: int, seed: int) -> tuple[int, ...]:
@@ -314,12 +317,15 @@ def _accumulating(name: str, module: nn.Linear, layer: int, generator: torch.Gen
     gradient, weight, of_input, allowed = accumulating_operands(_NUM_TOKENS, inputs, outputs, dtype, generator)
     seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), weight.T, gradient)
     site = f"{name}.input_gradient"
-    checks = [] if seen is None else [compare("backward", layer, site, of_input, seen, allowed=allowed)]
+    checks = []
+    if seen is not None:
+        free = with_cuts(allowed, gradient, of_input, seen)
+        checks.append(compare("backward", layer, site, of_input, seen, allowed=free))
     x, gradient, of_weight, allowed = accumulating_operands(inputs, outputs, _NUM_TOKENS, dtype, generator)
     _, seen = _gradients(module, x.T, torch.zeros(outputs, inputs), gradient.T)
     if seen is not None:
-        site = f"{name}.weight_gradient"
-        checks.append(compare("backward", layer, site, of_weight, seen.T, allowed=allowed))
+        site, free = f"{name}.weight_gradient", with_cuts(allowed, x, of_weight, seen.T)
+        checks.append(compare("backward", layer, site, of_weight, seen.T, allowed=free))
     return checks
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
-from aqnpipe.diagnosis.probes.patterns import accumulating_operands, selection, selection_weight
+from aqnpipe.diagnosis.probes.patterns import accumulating_operands, selection, selection_weight, with_cuts
 from aqnpipe.diagnosis.probes.reference import (
     FLOAT32_EPS,
     PRODUCT_BITS,
@@ -218,7 +218,8 @@ def _accumulating(head: nn.Linear, generator: torch.Generator) -> Check:
     weight = rows.to(device, dtype).unsqueeze(1) * first.to(device, dtype)
     with substituted([(head.weight, weight), *zero_bias(head)]):
         observed = head(x.unsqueeze(1).to(device, dtype))
-    return compare("head", OUTSIDE_LAYERS, "lm_head", answer * rows, observed, allowed=allowed)
+    free = with_cuts(allowed, x, answer * rows, observed)
+    return compare("head", OUTSIDE_LAYERS, "lm_head", answer * rows, observed, allowed=free)
 
 
 def _signs(count: int, generator: torch.Generator) -> Tensor:
