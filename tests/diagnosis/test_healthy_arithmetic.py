@@ -1,6 +1,7 @@
 """Arithmetic that healthy devices do: other orders of summation, roots and exponentials that are off by an ulp."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -34,6 +35,13 @@ def summed_in_parts(x, weight, num_parts, part_dtype, shuffle=False):
         part = LINEAR(x[..., chosen].float(), weight[:, chosen].float()).to(part_dtype)
         total = (total + part.float()).to(part_dtype).float()
     return total
+
+
+def uneven_parts(x, weight, bias=None):
+    """Three parts of other lengths, each stored in the dtype."""
+    ends = [0, 3 * weight.shape[1] // 8 + 1, 13 * weight.shape[1] // 16 - 1, weight.shape[1]]
+    parts = [LINEAR(x[..., s:e].float(), weight[:, s:e].float()).to(x.dtype).float() for s, e in pairwise(ends)]
+    return (sum(parts) if bias is None else sum(parts) + bias.float()).to(x.dtype)
 
 
 def split_k(parts_in_float32, shuffle):
@@ -113,6 +121,31 @@ def test_split_sums_in_a_fixed_order_are_healthy(model_of, on_device, dtype, par
     on_device(linear=split_k(parts_in_float32, shuffle=False))
     result = run_exact(model, CONFIG)
     assert (result.faults, result.reordered) == ((), ())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_parts_of_16_bits_that_end_anywhere_are_healthy(model_of, on_device, dtype):
+    """They cut the blocks of four in which large numbers cancel."""
+    model = model_of(dtype=dtype)
+    on_device(linear=uneven_parts)
+    assert run_exact(model, CONFIG).faults == ()
+    mixture = tiny_model_of("qwen2_moe").to(dtype)
+    assert run_exact(mixture, CONFIG).faults == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_a_narrow_accumulator_of_one_output_is_a_fault(model_of, on_device, dtype):
+    """The nearest fault: what a cut costs a few tokens, it costs all of them."""
+    model = model_of(dtype=dtype)
+
+    def linear(x, weight, bias=None):
+        own, narrow = uneven_parts(x, weight, bias), narrow_sums(x, weight[5:6], None if bias is None else bias[5:6])
+        return torch.cat([own[..., :5], narrow, own[..., 6:]], -1) if weight.shape[0] > 6 else own
+
+    on_device(linear=linear)
+    faults = run_exact(model, CONFIG).faults
+    assert {fault.scope for fault in faults if fault.site == "down_proj"} == {"device"}
+    assert all(5 in fault.faulty_channel_indices for fault in faults if fault.site == "down_proj")
 
 
 @pytest.mark.parametrize(("dtype", "parts_in_float32"), SPLITS)

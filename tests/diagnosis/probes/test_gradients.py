@@ -205,7 +205,9 @@ def test_a_norm_and_an_activation_that_cut_the_graph_are_named_as_untested():
 def test_gradients_that_no_probe_computes_are_named(family, named):
     _, untested = gaps_of(tiny_model_of(family))
     (part,) = (gap.part for gap in untested if gap.reason == "no probe differentiates them")
-    assert {"embedding", "lm_head"} <= set(part.removeprefix("gradients of ").split(", "))
+    parts = set(part.removeprefix("gradients of ").split(", "))
+    assert {"gains", "lm_head"} <= parts
+    assert "embedding" not in parts, "its gradient is compared"
     assert ("experts" in part) == named
 
 

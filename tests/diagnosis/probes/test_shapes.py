@@ -31,10 +31,10 @@ def test_healthy_linears_give_every_answer(family, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [*SMALL, *LARGE])
+@pytest.mark.parametrize("rows", [*SMALL, LARGE])
 def test_a_kernel_that_is_wrong_for_one_shape_is_found(rows, dtype):
     model = tiny_model_of("qwen2").to(dtype)
-    seed = 1  # the large batches run in layer 1
+    seed = 1  # the large batch runs in layer 1
 
     def damaged(module, args, output):
         if args[0].shape[1] != rows:
@@ -62,6 +62,5 @@ def test_every_layer_runs_every_shape_over_the_seeds():
         assert all(set(SMALL) <= set(rows_of_layer(layer, num_layers, 0)) for layer in range(num_layers))
         for layer in range(num_layers):
             seen = {rows for seed in range(num_layers) for rows in rows_of_layer(layer, num_layers, seed)}
-            assert seen == {*SMALL, *LARGE}
-        assert sum(4096 in rows_of_layer(layer, num_layers, 5) for layer in range(num_layers)) == 1
-        assert sum(512 in rows_of_layer(layer, num_layers, 5) for layer in range(num_layers)) == min(4, num_layers)
+            assert seen == {*SMALL, LARGE}
+        assert sum(LARGE in rows_of_layer(layer, num_layers, 5) for layer in range(num_layers)) == 1

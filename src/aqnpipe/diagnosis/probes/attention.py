@@ -41,11 +41,8 @@ _KNOWN_ARGUMENTS = frozenset(
 )
 """Arguments that the reference follows, or that change nothing of the kernel."""
 _NEGLIGIBLE = 1e-13
-_TILES = (64, 16)
-"""Keys and queries of a full tile; kernels skip the handling of ends where the lengths are multiples of theirs."""
-_FULL_TILES = "attention over whole tiles of keys, and more than four sequences"
-_COPIES = 4
-"""Copies of the sequences of a batch that fill more of a large device."""
+_COMPARED_QUERIES = 36
+"""Queries of a long sequence whose answer is computed on the host."""
 _FEW = (2, 3)
 """Numbers of sequences that kernels run on beside those of a batch."""
 _OF_BATCH = frozenset({"position_ids", "cache_position"})
@@ -59,8 +56,8 @@ class Observation:
     `padding`: number of masked tokens at the start of each sequence. `seen`: tokens in the cache before this call;
     `num_new`: tokens of this call. `operands` and `tables`: queries and new keys of the first sequence as the model
     made them, and its cosines and sines, by layer and `seen`. `shown`: outputs of the projections in this call.
-    `with_gradients` differentiates the kernel of the prefill as well, `with_full_tiles` also runs whole tiles of keys,
-    and fewer sequences.
+    `with_gradients` differentiates the kernel of the prefill as well, `with_fewer` also runs it on fewer sequences.
+    Only some queries of a `long` batch are compared, from every part of the sequences.
     """
 
     padding: Tensor
@@ -68,7 +65,8 @@ class Observation:
     seen: int = 0
     num_new: int = 0
     with_gradients: bool = False
-    with_full_tiles: bool = False
+    with_fewer: bool = False
+    long: bool = False
     checks: list[Check] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
     operands: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -131,8 +129,8 @@ def _checked_call(
     generator = keyed_generator("cpu", observation.seed, "diagnosis.attention", layer, observation.seen)
     scale = float(kwargs.get("scaling") or q.shape[-1] ** -0.5)
     allowed_keys = visible_keys(q.shape[2], k.shape[2], observation, kwargs.get("sliding_window"))
-    # One sequence has one kind of operands, another one in every layer.
-    first_kind = layer + observation.seen if len(q) == 1 else 0
+    # A sequence has one kind of operands: fewer of them than kinds have others in every layer.
+    first_kind = len(q) * layer + observation.seen if len(q) < len(KINDS) else 0
     with on_host():
         test = known_operands((q, k, v), scale, allowed_keys, generator, first_kind)
     result = kernel(module, *test, mask, **kwargs)
@@ -140,53 +138,25 @@ def _checked_call(
     observation.results[layer] = output
     setting = Setting(scale, _softcap(module, kwargs), allowed_keys)
     with on_host():
-        answer = _Answer(layer, first_kind, allowed_keys, *reference(test, setting))
-        observation.checks += answer.checks(output)
+        rows = _some(q.shape[2], generator) if observation.long else torch.arange(q.shape[2])
+        compared = Setting(scale, setting.softcap, allowed_keys[:, rows])
+        answer = _Answer(layer, first_kind, compared.visible, *reference((test[0][:, :, rows], *test[1:]), compared))
+        observation.checks += answer.checks(output[:, rows])
     if observation.with_gradients and observation.seen == 0:
         found = _gradient_checks(layer, lambda *own: kernel(module, *own, mask, **kwargs), test, setting, generator)
         observation.checks += found
         if not found:
             observation.unknown[GRADIENT_SITE] = "its kernel has no gradient"
-    if observation.with_full_tiles:
+    if observation.with_fewer:
         observation.checks += _few_checks(kernel, module, (*test, mask), kwargs, answer)
-        found = _full_tile_checks(kernel, module, layer, (q, k, v, mask), kwargs, setting, generator)
-        observation.checks += found
-        if not found:
-            observation.unknown[_FULL_TILES] = "sequences are too short, or their mask is of another kind"
     return result
 
 
-def _full_tile_checks(
-    kernel: Callable[..., Any],
-    module: nn.Module,
-    layer: int,
-    operands: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    kwargs: dict[str, Any],
-    setting: Setting,
-    generator: torch.Generator,
-) -> list[Check]:
-    """Run the kernel on whole tiles of keys, the first ones of a prefill or the last ones of a decode, and on several
-    copies of the batch. No check of fewer keys than a small tile, or with a mask of another kind.
-    """
-    q, k, v, mask = operands
-    count = next((k.shape[2] // tile * tile for tile in _TILES if tile <= k.shape[2]), 0)
-    if not count or q.shape[2] not in (1, k.shape[2]) or (mask is not None and mask.ndim != q.ndim):
-        return []
-    is_decode = q.shape[2] == 1
-    keys = slice(k.shape[2] - count, None) if is_decode else slice(0, count)
-    queries = slice(None) if is_decode else keys
-    visible = setting.visible[:, queries, keys]
-    with on_host():
-        test = known_operands((q[:, :, queries], k[:, :, keys], v[:, :, keys]), setting.scale, visible, generator)
-        many = [tensor.repeat(_COPIES, 1, 1, 1) for tensor in test]
-        shown = None
-        if mask is not None:
-            shown = mask[:, :, queries, :][..., keys].expand(len(q), -1, -1, -1).repeat(_COPIES, 1, 1, 1)
-    result = kernel(module, *many, shown, **{name: value for name, value in kwargs.items() if name not in _OF_BATCH})
-    output = result[0] if isinstance(result, tuple) else result
-    with on_host():
-        own = reference(test, Setting(setting.scale, setting.softcap, visible))
-        return _Answer(layer, 0, visible, *own).checks(output)
+def _some(count: int, generator: torch.Generator) -> Tensor:
+    """Return one of every few queries, at random, and the last one."""
+    step = -(-count // _COMPARED_QUERIES)
+    first = torch.arange(0, count, step)
+    return (first + torch.randint(0, step, first.shape, generator=generator)).clamp(max=count - 1)
 
 
 def _softcap(module: nn.Module, kwargs: dict[str, Any]) -> float | None:

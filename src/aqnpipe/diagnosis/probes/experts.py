@@ -26,6 +26,7 @@ from aqnpipe.diagnosis.probes.patterns import (
     running_operands,
     selection,
     selection_weight,
+    with_cuts,
 )
 from aqnpipe.diagnosis.probes.reference import (
     FEW_ROWS,
@@ -165,7 +166,7 @@ def _accumulator_check(
     with substituted(every):
         observed = _run(module, own, fed, fed.alone)
     wanted = answer[token]
-    allowed = few_roundings(wanted, observed.dtype) + free[token]
+    allowed = few_roundings(wanted, observed.dtype) + with_cuts(free[token], x[token], wanted, observed)
     return compare("experts", layer, EXPERT_SITE, wanted, observed, allowed=allowed)
 
 
@@ -404,8 +405,11 @@ def _sum_checks(module: nn.Module, layer: int, settings: _Settings, generator: t
         output = _run_router(module, test_weight.to(weight), settings.bias, x)
         if output is None:
             return []
-        allowed = None
-        if make is running_operands and output[0].dtype != torch.float32:  # parts of a split sum may be rounded
+        if make is cancelling_operands:
+            allowed = with_cuts(0.0, x, expected, output[0])
+        elif output[0].dtype != torch.float32:  # parts of a split sum may be rounded
             allowed = sum_bound(x.abs() @ test_weight.abs().T, hidden, output[0].dtype)
+        else:
+            allowed = torch.zeros(())
         checks.append(compare("router", layer, ROUTER_SITE, expected, output[0], allowed=allowed))
     return checks

@@ -5,15 +5,17 @@ every bit must agree.
 
 Linears also run with other numbers of rows: one (decode), few, as many as a prefill, and enough to fill a large device.
 Libraries choose a kernel by the shape of the operands, and a fault of one shows in no other. Every linear runs with 1,
-4, 8 and 97 rows, the last an odd number beyond whole tiles. Larger batches take turns with the layers, from an offset
-that the seed sets, so that the cost is bounded and repeated runs with other seeds cover the rest.
+4, 8 and 97 rows, the last an odd number beyond whole tiles, and within the model with those of a long sequence. The
+largest batch runs in one layer that the seed sets: repeated runs with other seeds cover the rest.
 
 The backward products of a linear have known answers, too: gradients of its input and of its weight. Operands are
 integers whose sums are exact in any order, selections with full mantissas, and sums that need wide accumulators, as in
 the forward probes. The backward pass has kernels of its own: the operands of its products are transposed differently.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +30,19 @@ from aqnpipe.diagnosis.probes.patterns import (
     running_operands,
     selection,
     selection_weight,
+    with_cuts,
 )
 from aqnpipe.diagnosis.probes.reference import (
     PRODUCT_BITS,
     full_mantissas,
     mantissa_bits,
+    on_host,
     operand_bits,
     substituted,
     zero_bias,
 )
 from aqnpipe.error_bounds import linear_bound, sum_bound
+from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
 Replacement = tuple[Tensor, Tensor]
@@ -50,9 +55,8 @@ _NUM_RUNNING = 16
 """Tokens of the probes of the bias and of running sums, whose answer no position in the batch changes."""
 
 SMALL = (1, 4, 8, 97)
-LARGE = (512, 4096)
-LAYERS_OF_LARGE = {512: 4, 4096: 1}
-"""Number of layers of a diagnosis in which each large batch runs."""
+LARGE = 4096
+"""Rows with which the linears of every layer run, and those of one layer."""
 
 _NUM_TOKENS = 32
 SMALL_OF_GRADIENTS = (1, _NUM_TOKENS)
@@ -82,17 +86,17 @@ def summing(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> li
     """Run the linear in its real shape on small integers, and on sums that cancel but need wide accumulators."""
     size = (module.out_features, module.in_features, inputs.dtype)
     key = ("diagnosis.integer", layer, *name.encode())
-    integers = integer_operands(inputs.num_tokens, *size, keyed_generator("cpu", inputs.seed, *key))
+    integers = integer_operands(inputs.num_tokens // 2, *size, keyed_generator("cpu", inputs.seed, *key))
     checks = [_product("integer", layer, name, module, integers)]
     if module.in_features >= _LEAST_INPUTS:
         tokens = min(inputs.num_tokens, len(inputs.ladder))
         key = ("diagnosis.cancelling", layer, *name.encode())
         operands = cancelling_operands(tokens, *size, keyed_generator("cpu", inputs.seed, *key))
-        checks.append(_product("accumulator", layer, name, module, operands))
+        checks.append(_product("accumulator", layer, name, module, operands, 0.0))
         key = ("diagnosis.running", layer, *name.encode())
         operands = running_operands(_NUM_RUNNING, *size, keyed_generator("cpu", inputs.seed, *key))
         x, weight, _ = operands
-        free = None
+        free = torch.zeros(())
         if inputs.dtype != torch.float32:  # kernels that split a sum may round its parts to 16 bits
             free = sum_bound(x.abs() @ weight.abs().T, module.in_features, inputs.dtype)
         checks.append(_product("accumulator", layer, name, module, operands, free))
@@ -120,12 +124,13 @@ def biased(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> lis
 
 
 def monomial(layer: int, name: str, module: nn.Linear, fed: Tensor, own: Tensor) -> Check:
-    """Run the linear on `fed` with its rows shifted by a third and scaled by +-1, +-2 or +-1/2, its output being `own`.
+    """Run a linear on half of `fed` with rows shifted by a third and scaled by +-1, +-2 or +-1/2; `own` is its output.
 
     A device that adds in another order at another place rounds differently: both results may be off by the forward
     error bound of their sum.
     """
-    num_rows = module.out_features
+    num_rows, half = module.out_features, -(-len(fed) // 2)
+    fed, own = fed[:half], own[:half]
     moved = torch.arange(num_rows).roll(num_rows // 3)
     scale = 1.0 - 2 * (torch.arange(num_rows) % 2)
     if module.weight.dtype != torch.float16:  # halving would lose bits of small float16 numbers
@@ -178,24 +183,65 @@ def _product(
     name: str,
     module: nn.Linear,
     operands: tuple[Tensor, Tensor, Tensor],
-    allowed: Tensor | None = None,
+    allowed: Tensor | float | None = None,
 ) -> Check:
+    """Compare a product; with `allowed`, of sums that need a wide accumulator."""
     x, weight, product = operands
     own = module.weight
     with substituted([(own, weight.to(own.device, own.dtype)), *zero_bias(module)]):
         output = module(x.unsqueeze(1).to(own.device, own.dtype))
-    return compare(probe, layer, name, product, output, allowed=allowed)
+    free = None if allowed is None else with_cuts(allowed, x, product, output)
+    return compare(probe, layer, name, product, output, allowed=free)
 
 
 def rows_of_layer(layer: int, num_layers: int, seed: int) -> tuple[int, ...]:
     """Return the numbers of rows with which the linears of a layer run."""
-    large = tuple(rows for rows in LARGE if (layer - seed) % num_layers in _places(rows, num_layers))
-    return SMALL + large
+    return (*SMALL, LARGE) if layer == seed % num_layers else SMALL
 
 
-def _places(rows: int, num_layers: int) -> set[int]:
-    count = min(LAYERS_OF_LARGE[rows], num_layers)
-    return {place * num_layers // count for place in range(count)}
+@contextmanager
+def selecting_in_model(layers: Sequence[LayerSites], record: Callable[[Check], None]) -> Iterator[None]:
+    """Give every linear of the layers a weight whose outputs each copy one input, for the time of each of its calls."""
+    shown = ExitStack()
+
+    def enter(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
+        chosen, signs = selection(module.out_features, module.in_features)
+        shown.enter_context(substituted(selecting_weights(module, chosen, signs)))
+
+    def leave(layer: int, name: str, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+        shown.close()
+        record(copied("shapes", layer, name, module, args[0], output))
+
+    handles = []
+    for index, sites in enumerate(layers):
+        for name, module in sites.linears.items():
+            if type(module).forward is nn.Linear.forward:
+                handles.append(module.register_forward_pre_hook(enter))
+                handles.append(module.register_forward_hook(partial(leave, index, name)))
+    with shown:
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def copied(probe: str, layer: int, site: str, module: nn.Linear, fed: Tensor, output: Tensor) -> Check:
+    """Compare the output of a selecting linear with its input; NaN times the zeros of the weight has no answer.
+
+    Products may keep fewer bits than float32 has, if torch allows it, and a device may flush numbers that are not
+    normal.
+    """
+    chosen, signs = selection(module.out_features, module.in_features)
+    with on_host():
+        rows, observed = (tensor.detach().cpu().flatten(0, -2) for tensor in (fed, output))
+        finite = rows.isfinite().all(-1)
+        if not finite.all():
+            rows, observed = rows[finite], observed[finite]
+        expected = rows[:, chosen] * signs.to(rows.dtype)
+        bits, allowed = operand_bits(rows.dtype), torch.finfo(rows.dtype).tiny
+        share = 0.0 if bits >= mantissa_bits(rows.dtype) else 2.0 ** (1 - bits)
+        return compare(probe, layer, site, expected, observed, allowed=expected.abs() * share + allowed)
 
 
 def probe_shape(name: str, module: nn.Linear, layer: int, rows: int, generator: torch.Generator) -> Check:
@@ -271,12 +317,15 @@ def _accumulating(name: str, module: nn.Linear, layer: int, generator: torch.Gen
     gradient, weight, of_input, allowed = accumulating_operands(_NUM_TOKENS, inputs, outputs, dtype, generator)
     seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), weight.T, gradient)
     site = f"{name}.input_gradient"
-    checks = [] if seen is None else [compare("backward", layer, site, of_input, seen, allowed=allowed)]
+    checks = []
+    if seen is not None:
+        free = with_cuts(allowed, gradient, of_input, seen)
+        checks.append(compare("backward", layer, site, of_input, seen, allowed=free))
     x, gradient, of_weight, allowed = accumulating_operands(inputs, outputs, _NUM_TOKENS, dtype, generator)
     _, seen = _gradients(module, x.T, torch.zeros(outputs, inputs), gradient.T)
     if seen is not None:
-        site = f"{name}.weight_gradient"
-        checks.append(compare("backward", layer, site, of_weight, seen.T, allowed=allowed))
+        site, free = f"{name}.weight_gradient", with_cuts(allowed, x, of_weight, seen.T)
+        checks.append(compare("backward", layer, site, of_weight, seen.T, allowed=free))
     return checks
 
 

@@ -26,8 +26,8 @@ from aqnpipe.diagnosis.probes.experts import (
     router_of,
 )
 from aqnpipe.diagnosis.probes.linears import (
+    LARGE,
     LARGE_OF_GRADIENTS,
-    LAYERS_OF_LARGE,
     SMALL,
     SMALL_OF_GRADIENTS,
     probe_gradients,
@@ -35,12 +35,12 @@ from aqnpipe.diagnosis.probes.linears import (
     rows_of_layer,
 )
 from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
-from aqnpipe.diagnosis.probes.outer_modules import probe_outer_modules
+from aqnpipe.diagnosis.probes.outer_modules import EMBEDDING_GRADIENT, probe_outer_modules
 from aqnpipe.diagnosis.probes.outer_modules_in_sequences import FINITE
 from aqnpipe.diagnosis.probes.reference import FEW_ROWS
 from aqnpipe.diagnosis.probes.repeats import Part
 from aqnpipe.diagnosis.probes.rotary import SITE as ROTARY_SITE
-from aqnpipe.diagnosis.probes.sequences import is_known, longest_sequence, model_type, probe_sequences
+from aqnpipe.diagnosis.probes.sequences import is_known, long_batch, longest_sequence, model_type, probe_sequences
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
@@ -72,6 +72,8 @@ def model_checks(
     show_progress("exact probes: sequences")
     parts.append(Part(lambda: probe_sequences(model, layers, seed, unreached)))
     checks = [check for part in parts for check in part.checks]
+    if not any(check.site == EMBEDDING_GRADIENT for check in checks):
+        unreached["gradient of the embedding"] = f"{_NO_GRADIENT}, or a class of its own"
     if not is_known(model):
         reason = f"not tried on model type {model_type(model)}"
         unreached["ranges and gradients of norms, experts, router"] = reason
@@ -86,22 +88,21 @@ def model_checks(
 
 def _other_shapes(num_layers: int) -> Untested:
     """Return the gap that the probes of shapes leave."""
-    places = {rows: min(count, num_layers) for rows, count in LAYERS_OF_LARGE.items()}
-    shown = " and ".join(f"{rows} in {count} of {num_layers} layers" for rows, count in places.items())
     small = ", ".join(map(str, SMALL))
     gradients = f"gradients with {', '.join(map(str, SMALL_OF_GRADIENTS))} in every layer, {LARGE_OF_GRADIENTS} in one"
     return Untested(
         part="linears with other numbers of rows",
-        reason=f"{small} in every layer, {shown}, {gradients} (by the seed)",
+        reason=f"{small} and those of the sequences in every layer, {LARGE} in 1 of {num_layers} layers, {gradients} "
+        "(by the seed)",
     )
 
 
 def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
     """Return what no diagnosis tests: learned positions, some gradients, other sequences, other attention kernels."""
     used = getattr(model.config, "_attn_implementation", None)
-    without_probe = ["embedding", "gains", "biases", "rotary embedding", "gated products", "residual sums", "lm_head"]
+    without_probe = ["gains", "biases", "rotary embedding", "gated products", "residual sums", "lm_head"]
     if any(experts_of(sites.layer) is not None or router_of(sites.layer) is not None for sites in layers):
-        without_probe[1:1] = ["experts", "router"]
+        without_probe[:0] = ["experts", "router"]
     tokens = model.get_input_embeddings()  # type: ignore[operator]
     others = [
         name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and module is not tokens
@@ -111,7 +112,8 @@ def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
         Untested(part=f"gradients of {', '.join(without_probe)}", reason="no probe differentiates them"),
         Untested(
             part="other numbers of sequences",
-            reason="1 and 4 through the whole model, attention also with 2, 3 and 16, its gradients with 4",
+            reason=f"1, 4, 5 and {long_batch(model)[0]} through the whole model, attention also with 2 and 3, its "
+            "gradients with 4",
         ),
         Untested(
             part="operations beside linears with other numbers of rows",

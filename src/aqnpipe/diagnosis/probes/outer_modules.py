@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
-from aqnpipe.diagnosis.probes.patterns import accumulating_operands, selection, selection_weight
+from aqnpipe.diagnosis.probes.patterns import accumulating_operands, selection, selection_weight, with_cuts
 from aqnpipe.diagnosis.probes.reference import (
     FLOAT32_EPS,
     PRODUCT_BITS,
@@ -20,6 +20,7 @@ from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.layout import decoder_layers, is_norm, output_projection
 from aqnpipe.seeding import keyed_generator
 
+EMBEDDING_GRADIENT = "embedding.weight_gradient"
 _NUM_TOKENS = 32
 _ROWS_AT_ONCE = 8192
 _LARGEST_SUM = {torch.bfloat16: 2**8, torch.float16: 2**11}
@@ -30,6 +31,9 @@ _ROWS = (1, 4, 8, 97, 512)
 """Rows of one sequence with which lm_head runs: a token, few, and as many as in a prefill."""
 _LAST_OF = (4, 3)
 """Sequences and tokens of which lm_head reads the last token of each alone, as in generation: rows with gaps."""
+_ROWS_OF_GRADIENT = 64
+_TOKENS_OF_GRADIENT = 512
+"""Rows of the embedding whose gradients are compared, and the tokens that they occur in."""
 _LEAST_SWEEPS = 6
 """Calls of a norm: a fault that strikes some calls is missed as seldom as at the sites of layers."""
 
@@ -45,7 +49,9 @@ def probe_outer_modules(model: nn.Module, seed: int, *, is_known: bool = True, n
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     like = embedding.weight
     generator = keyed_generator("cpu", seed, "diagnosis.ends")
-    checks = _embedding(embedding) if is_known or type(embedding) is nn.Embedding else []
+    checks: list[Check] = []
+    if is_known or type(embedding) is nn.Embedding:
+        checks = [*_embedding(embedding), *embedding_gradients(embedding, generator)]
     for site, module in outer_norms(model).items():
         if is_known or type(module) is nn.LayerNorm:
             checks += _sweeps(module, site, like, generator, num_elements)
@@ -118,6 +124,53 @@ def _embedding(module: nn.Module) -> list[Check]:
     return checks
 
 
+def embedding_gradients(module: nn.Module, generator: torch.Generator) -> list[Check]:
+    """Return the checks of the gradient of the weight of an embedding; none where the module cuts the graph.
+
+    Tokens that occur many times add integers, whose sums are exact in any order, and others copy all mantissa bits.
+    """
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    rows = torch.randperm(len(weight), generator=generator)[:_ROWS_OF_GRADIENT]
+    rows = rows[rows != (-1 if module.padding_idx is None else module.padding_idx)]
+    often = rows[torch.randint(0, len(rows), (_TOKENS_OF_GRADIENT,), generator=generator)]
+    summed = _signs(_TOKENS_OF_GRADIENT * weight.shape[1], generator).reshape(-1, weight.shape[1])
+    plain = full_mantissas((len(rows), weight.shape[1]), mantissa_bits(weight.dtype), generator)
+    found = (_embedding_gradient(module, *operands) for operands in ((often, summed), (rows, plain)))
+    return [check for check in found if check is not None]
+
+
+def _embedding_gradient(module: nn.Module, ids: Tensor, given: Tensor) -> Check | None:
+    """Compare the gradient for `given` [tokens, channels]: the rows of `ids`, and others that are not zero."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    required, shown = weight.requires_grad, given.to(weight.device, weight.dtype).unsqueeze(0)
+    with torch.enable_grad():
+        weight.requires_grad_(True)
+        try:
+            output = module(ids.unsqueeze(0).to(weight.device))
+            if not output.requires_grad:
+                return None
+            (seen,) = torch.autograd.grad(output, weight, shown, retain_graph=True, allow_unused=True)
+        finally:
+            weight.requires_grad_(required)
+    if seen is None:
+        return None
+    seen = seen.to_dense()
+    rows, places, counts = ids.unique(return_inverse=True, return_counts=True)
+    terms = _scaled(module, given.to(weight.dtype)).double()
+    expected, magnitudes = (
+        torch.zeros(len(rows), given.shape[1], dtype=torch.float64).index_add_(0, places, own)
+        for own in (terms, terms.abs())
+    )
+    observed, rest = seen[rows.to(seen.device)], seen.index_fill(0, rows.to(seen.device), 0)
+    stray = rest[rest.any(1)]
+    # Multiples of a scale are no integers: devices may round their sum to the dtype after every term.
+    roundings = (counts - 1).unsqueeze(1) if hasattr(module, "embed_scale") else 0.0
+    allowed = TWO_ROUNDINGS * torch.finfo(weight.dtype).eps / 2 * magnitudes * roundings
+    expected, allowed = (torch.cat([own, torch.zeros(stray.shape, dtype=own.dtype)]) for own in (expected, allowed))
+    found = torch.cat([observed, stray])
+    return compare("backward", OUTSIDE_LAYERS, EMBEDDING_GRADIENT, expected, found, allowed=allowed)
+
+
 def _selecting(head: nn.Linear, generator: torch.Generator, num_elements: int) -> Iterator[Check]:
     """Run lm_head with outputs that each copy one input, times a factor; both have full mantissas as far as exact.
 
@@ -150,7 +203,7 @@ def _summing(head: nn.Linear, generator: torch.Generator) -> Check:
     rows, columns = _signs(head.out_features, generator), _signs(head.in_features, generator)
     num_terms = min(head.in_features, _LARGEST_SUM.get(dtype, 2**24))
     order = torch.rand(_NUM_TOKENS, head.in_features, generator=generator).argsort(-1)
-    x = torch.where(order < num_terms, 1.0, 0.0) * _signs(head.in_features, generator)
+    x = torch.where(order < num_terms, 1.0, 0.0) * _signs(order.numel(), generator).reshape(order.shape)
     weight = rows.to(device, dtype).unsqueeze(1) * columns.to(device, dtype)
     with substituted([(head.weight, weight), *zero_bias(head)]):
         observed = head(x.unsqueeze(1).to(device, dtype))
@@ -165,7 +218,8 @@ def _accumulating(head: nn.Linear, generator: torch.Generator) -> Check:
     weight = rows.to(device, dtype).unsqueeze(1) * first.to(device, dtype)
     with substituted([(head.weight, weight), *zero_bias(head)]):
         observed = head(x.unsqueeze(1).to(device, dtype))
-    return compare("head", OUTSIDE_LAYERS, "lm_head", answer * rows, observed, allowed=allowed)
+    free = with_cuts(allowed, x, answer * rows, observed)
+    return compare("head", OUTSIDE_LAYERS, "lm_head", answer * rows, observed, allowed=free)
 
 
 def _signs(count: int, generator: torch.Generator) -> Tensor:

@@ -8,18 +8,20 @@ although everything before it was, is a fault of the place where it first occurs
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, compare
 from aqnpipe.diagnosis.probes.attention import Observation
 from aqnpipe.diagnosis.probes.layers import norm_offset, subtracts_mean
+from aqnpipe.diagnosis.probes.linears import copied, selecting_weights
 from aqnpipe.diagnosis.probes.norms import has_answer, norm_in_model
 from aqnpipe.diagnosis.probes.outer_modules import looked_up, outer_norms
-from aqnpipe.diagnosis.probes.patterns import selection, selection_weight
-from aqnpipe.diagnosis.probes.reference import mantissa_bits, on_host, operand_bits, substituted, zero_bias
+from aqnpipe.diagnosis.probes.patterns import selection
+from aqnpipe.diagnosis.probes.reference import on_host, substituted
 from aqnpipe.diagnosis.probes.trace import first_input, first_tensor
 from aqnpipe.models.layout import decoder_layers, matrices_outside, output_projection, weight_of
 from aqnpipe.models.sites import LayerSites
@@ -29,6 +31,8 @@ FIRST_INPUT = "first_layer_input"
 FINAL_NORM = "final_norm"
 HANDOFFS = "inputs of the first layer, of the final norm and of lm_head"
 
+_ROWS_AT_ONCE = 512
+"""Rows of logits that are compared at once, which are large."""
 _LARGEST_SQUARE = 2.0**48
 """Healthy devices may overflow on the squares of larger numbers."""
 
@@ -135,7 +139,7 @@ class OuterModulesObserver:
         pairs: list[tuple[Tensor, Tensor]] = []
         if isinstance(head, nn.Linear):
             chosen, signs = selection(head.out_features, head.in_features)
-            pairs = [(head.weight, selection_weight(chosen, signs, head.weight)), *zero_bias(head)]
+            pairs = list(selecting_weights(head, chosen, signs))
 
         def enter(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self._watch(OUTSIDE_LAYERS, FINAL_NORM, args[0])
@@ -143,16 +147,13 @@ class OuterModulesObserver:
                 self._compare("chain", "lm_head_input", self.normed, args[0])
             self.shown.enter_context(substituted(pairs))
 
-        def leave(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        def leave(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
             self.shown.close()
             self.raw = output
             if pairs:
-                with on_host():
-                    rows = args[0].detach().cpu().flatten(0, -2)
-                    finite = rows.isfinite().all(-1)  # NaN times the zeros of the test weight is NaN
-                    expected = rows[finite][:, chosen].double() * signs
-                    observed = output.detach().cpu().flatten(0, -2)[finite]
-                self.observation.checks.append(_selected(expected, observed))
+                parts = (tensor.flatten(0, -2).split(_ROWS_AT_ONCE) for tensor in (args[0], output))
+                for fed, logits in zip(*parts, strict=True):
+                    self.observation.checks.append(copied("head", OUTSIDE_LAYERS, "lm_head", module, fed, logits))
 
         return [head.register_forward_pre_hook(enter), head.register_forward_hook(leave)]
 
@@ -177,10 +178,3 @@ class OuterModulesObserver:
             own = host[broken]
             wanted = torch.where(own.isfinite() | ~real[broken], own, 0)
             self.observation.checks.append(compare(FINITE, layer, site, wanted, own))
-
-
-def _selected(expected: Tensor, observed: Tensor) -> Check:
-    """Compare logits that copy one number each; products may keep fewer bits than float32 has, if torch allows it."""
-    bits, dtype = operand_bits(observed.dtype), observed.dtype
-    allowed = None if bits >= mantissa_bits(dtype) else expected.abs() * 2.0 ** (1 - bits)
-    return compare("head", OUTSIDE_LAYERS, "lm_head", expected, observed, allowed=allowed)

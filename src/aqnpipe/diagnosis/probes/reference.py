@@ -44,8 +44,8 @@ def mantissa_bits(dtype: torch.dtype) -> int:
 def full_mantissas(shape: tuple[int, ...], bits: int, generator: torch.Generator) -> Tensor:
     """Return signed numbers with `bits` random significant bits, magnitudes in [1, 2), float64 on the CPU."""
     low = 2 ** (bits - 1)
-    values = torch.randint(low, 2 * low, shape, generator=generator).double() / low
-    return values * (1 - 2 * torch.randint(0, 2, shape, generator=generator).double())
+    drawn = torch.randint(-low, low, shape, generator=generator).double()
+    return torch.where(drawn < 0, drawn + (1 - low), drawn + low) / low
 
 
 def operand_bits(dtype: torch.dtype) -> int:

@@ -49,7 +49,8 @@ def repeat(layer: int, sites: LayerSites, hidden: Tensor, kwargs: dict[str, Any]
     opaque: list[Check] = []
     for i in range(len(runs[0])):
         of_site = [run[i] for run in runs]
-        repeats.checks += _not_finite(layer, sites, of_site)
+        differing = [run for run in of_site[1:] if not torch.equal(run.output, of_site[0].output)]
+        repeats.checks += _not_finite(layer, sites, [of_site[0], *differing])
         check = _repeated(layer, sites, of_site, repeats.reordered)
         (opaque if _is_opaque(sites, of_site[0].site) else repeats.checks).append(check)
     # What happens inside a mixture or an adapted linear is not seen, so its sums have no bound of their own.

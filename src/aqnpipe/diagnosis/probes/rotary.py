@@ -5,6 +5,7 @@ while the outputs of the projections are the same test numbers. The second are t
 architecture, whatever norm or split lies between, and the first have to be their rotation.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,20 +37,22 @@ def shown_projections(
     attentions: Mapping[nn.Module, int],
     seed: int,
     longest: int,
+    period: int,
     total: Callable[[], int],
     record: Callable[[int, Tensor], None],
 ) -> Iterator[None]:
     """Replace the outputs of the projections to queries, keys and values by test numbers while the body runs.
 
-    Every token has its own numbers up to position `longest`, and every sequence has them at other channels; `total`
-    returns the number of tokens so far, with those of the call. `record` gets the layer and its numbers of every call.
+    The tokens up to position `longest` have numbers of their own, which repeat after a `period`, and every sequence has
+    them at other channels; `total` returns the number of tokens so far, with those of the call. `record` gets the layer
+    and its numbers of every call.
     """
 
     def show(layer: int, number: int, output: Tensor) -> Tensor:
         generator = keyed_generator("cpu", seed, "diagnosis.rotary", layer, number)
         with on_host():
             bits = mantissa_bits(output.dtype)
-            numbers = full_mantissas((longest, output.shape[-1]), bits, generator)
+            numbers = full_mantissas((period, output.shape[-1]), bits, generator)[torch.arange(longest) % period]
             shown = numbers[total() - output.shape[-2] : total()].expand(output.shape).clone()
             for sequence in range(1, len(shown)):  # equal sequences would hide that a cache confuses them
                 shown[sequence] = shown[sequence].roll(sequence, -1)
@@ -92,9 +95,13 @@ def rotation_checks(
     The four layouts are pairs of neighbours or of halves, at the first or the last channels. One layout, the one that
     fits most values, has to fit every layer.
     """
-    layouts = [(is_neighbours, is_last) for is_neighbours in (False, True) for is_last in (False, True)]
-    found = [_checks_of_layout(before, after, tables, *layout) for layout in layouts]
-    return min(found, key=lambda checks: sum(len(check.mismatch.channels) for check in checks if check.mismatch))
+    found = []
+    for layout in itertools.product((False, True), (False, True)):
+        checks = _checks_of_layout(before, after, tables, *layout)
+        found.append((sum(len(check.mismatch.channels) for check in checks if check.mismatch), checks))
+        if not found[-1][0]:
+            break
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def _checks_of_layout(
