@@ -140,7 +140,7 @@ def _show_device(console: Console, device: "DeviceReport") -> None:
     if device.verdict != "healthy":
         kernels = "; ".join(kernel.in_words for kernel in device.kernels)
         card = f"{_identity(device.hardware)}: " if device.hardware else ""
-        console.print(Text(f"{device.device}: {card}{kernels or device.reason}"), soft_wrap=True)
+        console.print(Text(f"{device.device}: {card}{kernels or device.reason}"))
     show_faults(console, device.faults)
     for site in device.repetition.sites if device.repetition else ():
         console.print(f"{device.device}: {_where(site)}: {_rate(site.rate)}")
