@@ -74,7 +74,7 @@ def next_steps(file: "DiagnosisFile") -> list[str]:
         return []
     if file.simulated_faults:
         return ["The fault is simulated; nothing follows for this device."]
-    proof = "the files of --reproducer" if file.kernels else "the file of --json (no kernel errs in every pass)"
+    proof = "the files of --reproducer" if file.kernels else "the file of --json (no kernel is known)"
     return [
         f"Take this device out of service: {_identity(file.hardware)}.",
         f"Report to its vendor: these numbers, the line on the kernel above, and {proof}.",
