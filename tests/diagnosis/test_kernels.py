@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from random_models import random_layer_norm_model_of, random_mixture_of
 from safetensors.torch import load_file
 
 import aqnpipe
@@ -43,6 +44,12 @@ def test_no_kernel_of_a_sound_device_errs(random_model, dtype):
     kernels = observe_kernels(random_model(dtype=dtype), IDS)
     assert kernel_faults(kernels) == ()
     assert {"mm", "bmm", "silu", "_softmax", "mul", "silu_backward"} <= {operator for operator, _, _ in kernels.found}
+
+
+@pytest.mark.parametrize("make", [random_layer_norm_model_of, random_mixture_of])
+def test_no_kernel_of_other_families_errs(make):
+    model = make({random_layer_norm_model_of: "bloom", random_mixture_of: "qwen2_moe"}[make])
+    assert kernel_faults(observe_kernels(model.to(torch.bfloat16), IDS)) == ()
 
 
 def test_bad_lanes_of_all_products_are_one_kernel(random_model):
