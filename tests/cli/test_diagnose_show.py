@@ -4,8 +4,16 @@ import pytest
 from made_up_diagnoses import diagnosis, located
 from rich.console import Console
 
-from aqnpipe.artifacts.diagnoses import FaultBits, TilePlace, Untested
-from aqnpipe.cli.diagnose.show import evidence_in_bits, show_comparison, show_faults, show_node, untested_lines
+from aqnpipe.artifacts.diagnoses import FaultBits, KernelFault, TilePlace, Untested
+from aqnpipe.artifacts.hardware import Hardware
+from aqnpipe.cli.diagnose.show import (
+    evidence_in_bits,
+    next_steps,
+    show_comparison,
+    show_faults,
+    show_node,
+    untested_lines,
+)
 from aqnpipe.diagnosis.node_comparison import compare_nodes, node_of
 
 BITS = FaultBits(expected="0x3f80", observed="0x3f00", xor_mask="0x0080", flipped={7: 3, 2: 1}, values=3)
@@ -41,6 +49,39 @@ def test_a_fault_of_the_whole_device_and_one_outside_the_layers():
     assert "whole device, silu: seen in layers 0-2, 5" in printed(shared)
     outside = located(None, "lm_head").model_copy(update={"scope": "model", "bits": BITS})
     assert "\nlm_head: expected 0x3f80" in printed(outside)
+
+
+def test_what_to_do_names_the_card_and_what_was_computed_on_it():
+    broken = diagnosis(located(1)).model_copy(
+        update={"hardware": Hardware(name="H100", uuid="GPU-1", serial="7", slot="00000000:07:00.0", driver="550")}
+    )
+    first, second, third = next_steps(broken)
+    assert first == (
+        "Take this device out of service: H100, UUID GPU-1, serial number 7, slot 00000000:07:00.0, driver 550."
+    )
+    assert "--json" in second
+    assert "in doubt" in third
+    kernel = KernelFault(
+        **{"operator": "mm", "shapes": ("4x64x8",), "dtype": "bfloat16", "columns": (3,), "num_columns": 64},
+        **{"column_tile": None, "row_tile": None, "wrong_calls": 4, "calls": 4},
+    )
+    assert "--reproducer" in next_steps(broken.model_copy(update={"kernels": (kernel,)}))[1]
+    assert next_steps(diagnosis()) == []
+    simulated = broken.model_copy(update={"simulated_faults": ({"type": "bias"},)})
+    assert next_steps(simulated) == ["The fault is simulated; nothing follows for this device."]
+
+
+def test_one_line_per_device_names_card_and_kernel(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    kernel = KernelFault(
+        **{"operator": "mm", "shapes": ("4x64x8",), "dtype": "bfloat16", "columns": (3,), "num_columns": 64},
+        **{"column_tile": None, "row_tile": None, "wrong_calls": 4, "calls": 4},
+    )
+    report = node_of(diagnosis(located(1)))
+    device = report.devices[0].model_copy(update={"device": "cuda:3", "kernels": (kernel,)})
+    show_node(report.model_copy(update={"devices": (device,)}))
+    line = "cuda:3: H100, UUID GPU-1: mm 4x64x8 bfloat16, output columns 3 of 64, in 4 of 4 calls"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_what_no_device_tested_is_said_once_and_of_one_device_with_its_name():

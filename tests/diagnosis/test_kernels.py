@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from random_models import random_layer_norm_model_of, random_mixture_of
 from safetensors.torch import load_file
 
 import aqnpipe
@@ -43,6 +44,12 @@ def test_no_kernel_of_a_sound_device_errs(random_model, dtype):
     kernels = observe_kernels(random_model(dtype=dtype), IDS)
     assert kernel_faults(kernels) == ()
     assert {"mm", "bmm", "silu", "_softmax", "mul", "silu_backward"} <= {operator for operator, _, _ in kernels.found}
+
+
+@pytest.mark.parametrize("make", [random_layer_norm_model_of, random_mixture_of])
+def test_no_kernel_of_other_families_errs(make):
+    model = make({random_layer_norm_model_of: "bloom", random_mixture_of: "qwen2_moe"}[make])
+    assert kernel_faults(observe_kernels(model.to(torch.bfloat16), IDS)) == ()
 
 
 def test_bad_lanes_of_all_products_are_one_kernel(random_model):
@@ -105,7 +112,8 @@ def test_words_of_single_columns_all_columns_and_rows():
     assert "0, 2, 4, 6, 8, 10, 12, 14, ... of 64" in kernel(tuple(range(0, 64, 2)), 64).in_words
 
 
-def test_one_bad_lane_is_one_line_of_the_verdict_and_the_script_shows_it(random_model, tmp_path):
+def test_one_bad_lane_is_one_line_of_the_verdict_and_the_script_shows_it(random_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", "cpu"])
     with bad_lanes("mm", (5,), 16):
         result = aqnpipe.diagnose(random_model(), method="exact", prompt_ids=[IDS], reproducer=tmp_path)
         assert result.verdict == "fault"
@@ -120,10 +128,7 @@ def test_one_bad_lane_is_one_line_of_the_verdict_and_the_script_shows_it(random_
         script = (tmp_path / "reproduce.py").read_text()
         names = {"__file__": str(tmp_path / "reproduce.py")}
         with pytest.raises(SystemExit) as left:
-            exec(
-                compile(script, "reproduce.py", "exec"),
-                names,
-            )
+            exec(compile(script, "reproduce.py", "exec"), names)
     assert left.value.code is True
     kept = load_file(tmp_path / "operands.safetensors")
     wrong = (kept["shown"].double() - kept["exact"]).abs() > kept["allowed"]

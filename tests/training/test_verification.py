@@ -147,6 +147,18 @@ def test_an_operator_that_errs_once_stops_the_run_before_the_optimiser(
     assert int((kept["result0"] != kept["again0"]).sum()) == (0 if rehearsal else 1)
 
 
+def test_the_same_command_continues_on_a_sound_device_to_the_same_bytes(inputs, tmp_path, monkeypatch):
+    spec = training_spec(NOISE, num_steps=4, epochs=2, resume_every=1, verify={"every": 3})
+    undisturbed = run(spec, inputs, tmp_path / "undisturbed")
+    said = []
+    with erring("silu", Once(monkeypatch, 3, drawn_micro_batch(3))), pytest.raises(VerificationError, match="step 3"):
+        run(spec, inputs, tmp_path / "run")
+    resumed = run(spec, inputs, tmp_path / "run", said.append)
+    assert any("resuming after step" in line for line in said)
+    assert files_of(resumed) == files_of(undisturbed)
+    assert read_json(resumed / "run.json", RunRecord).training.verified_steps == (3, 4)
+
+
 def test_a_product_that_errs_once_is_named(inputs, tmp_path, monkeypatch, updates):
     is_wrong = Once(monkeypatch, 1, drawn_micro_batch(1))
     with (

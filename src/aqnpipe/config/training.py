@@ -73,7 +73,7 @@ class Reward(FrozenModel):
 
 
 class VerifyConfig(FrozenModel):
-    """Repetition of a drawn micro-batch of some steps, to find a device that errs before it spoils the weights."""
+    """Repetition of a random micro-batch of some steps, to find a device that errs before it spoils the weights."""
 
     every: int = Field(ge=1, description="optimiser steps between verified steps; the last step always is one")
 
@@ -140,8 +140,8 @@ class TrainingConfig(FrozenModel):
     verify: VerifyConfig | None = Field(
         default=None,
         exclude_if=lambda verify: verify is None,
-        description="compute a drawn micro-batch of some steps twice, and stop the run before the optimiser uses it if "
-        "a bit of its loss or gradients differs; changes no result; null: never",
+        description="compute one micro-batch of some steps, chosen at random, twice, and stop the run before the "
+        "optimiser uses it if a bit of its loss or gradients differs; changes no result; null: never",
     )
     lora: LoraConfig | None = Field(default=None, description="train low-rank adapters; null trains all weights")
     temperature: float = Field(default=1.0, gt=0)

@@ -5,8 +5,8 @@ operator of ordinary passes is computed again on the host in float64. A module w
 operator returned (a hook, a patched forward, a simulated fault) counts as if that operator had returned it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,19 @@ class Kernels(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "overloadpacket", func).__name__
-        if (name in _PRODUCTS or name in _OTHERS) and isinstance(result, Tensor) and result.is_floating_point():
-            self._last = func, (args, kwargs), result
+        is_known = name in _PRODUCTS + _OTHERS and isinstance(result, Tensor) and result.is_floating_point()
+        if is_known:
             self._judge(func, (args, kwargs), result, result)
+        if is_known or "view" not in name:
+            self._last = (func, (args, kwargs), result) if is_known else None
         return result
 
+    def begin(self, *_: Any) -> None:
+        """Forget what was computed before a module."""
+        self._last = None
+
     def end(self, module: nn.Module, *_: Any) -> None:
-        """Note the last operator of a module, before hooks compute."""
+        """Note the last operator of a module, before hooks compute; None if it is not known here."""
         self._ends[module] = self._last
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -86,8 +92,7 @@ class Kernels(TorchDispatchMode):
             exact, allowed = _on_host(func, arguments, result)
             wrong = ~((shown.detach().cpu().double() - exact).abs() <= allowed)
             wrong &= ~(shown.detach().cpu().isnan() & exact.isnan())
-        name = func.overloadpacket.__name__
-        shape = tuple(result.shape)
+        name, shape = func.overloadpacket.__name__, tuple(result.shape)
         inner = (arguments[0][-2].shape[-1],) if name in _PRODUCTS and name != "linear" else ()
         key = (name, "x".join(map(str, shape + inner)), str(result.dtype).removeprefix("torch."))
         kernel = self.found.setdefault(key, _Kernel(shape))
@@ -128,28 +133,22 @@ def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-@contextmanager
-def _watched(model: nn.Module) -> Iterator[Kernels]:
-    kernels = Kernels()
-    leaves = [module for module in model.modules() if next(module.children(), None) is None]
-    handles = [module.register_forward_hook(kernels.end, prepend=True) for module in leaves]
-    handles += [module.register_forward_hook(kernels.leave) for module in leaves]
-    try:
-        with kernels:
-            yield kernels
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def observe_kernels(model: nn.Module, prompt: Tensor) -> Kernels:
-    """Return what the operators of passes of `model` did: a prompt [tokens] with its backward pass, and one token."""
-    before = {weight: weight.grad for weight in model.parameters()}
-    ids = prompt[None, :_TOKENS]
-    with inference(model), _watched(model) as kernels:
+    """Return what the operators of passes of `model` did: a prompt [tokens] with its backward pass, and one token.
+
+    The verdict stands without them, so a pass that torch cannot compute ends the observation alone.
+    """
+    kernels, before, ids = Kernels(), {weight: weight.grad for weight in model.parameters()}, prompt[None, :_TOKENS]
+    leaves = [module for module in model.modules() if next(module.children(), None) is None]
+    handles = [module.register_forward_pre_hook(kernels.begin) for module in leaves]
+    handles += [module.register_forward_hook(kernels.end, prepend=True) for module in leaves]
+    handles += [module.register_forward_hook(kernels.leave) for module in leaves]
+    with suppress(RuntimeError), inference(model), kernels:
         model(input_ids=ids[:, :1], use_cache=False)
         with torch.enable_grad():
             model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    for handle in handles:
+        handle.remove()
     for weight, gradient in before.items():
         weight.grad = gradient
     return kernels
@@ -160,8 +159,7 @@ def kernel_faults(kernels: Kernels) -> tuple[KernelFault, ...]:
     found: list[KernelFault] = []
     wrong = [(key, kernel) for key, kernel in kernels.found.items() if kernel.wrong]
     for (operator, shape, dtype), kernel in sorted(wrong, key=lambda item: -item[1].shape[-1]):
-        width, columns = kernel.shape[-1], tuple(sorted(kernel.columns))
-        height = max(1, torch.Size(kernel.shape[:-1]).numel())
+        width, columns, height = kernel.shape[-1], tuple(sorted(kernel.columns)), torch.Size(kernel.shape[:-1]).numel()
         one = KernelFault(
             operator=operator,
             shapes=(shape,),
@@ -208,17 +206,15 @@ sys.exit(wrong > 0)
 
 def write_reproducer(
     kernels: Kernels, faults: Sequence[KernelFault], device: str, folder: Path, *, simulated: bool
-) -> bool:
-    """Write reproduce.py and operands.safetensors for the kernel with most wrong calls; return whether there is one.
+) -> None:
+    """Write reproduce.py and operands.safetensors for the first kernel, which has most wrong calls, if there is one.
 
     `shown` in the file is the wrong result. `simulated`: the fault is, so the script finds nothing, and says so.
     """
-    if not faults:
-        return False
-    key = (faults[0].operator, faults[0].shapes[0], faults[0].dtype)
-    example = kernels.found[key].example
-    if example is None:
-        return False
+    first = next(iter(faults), None)
+    example = kernels.found[first.operator, first.shapes[0], first.dtype].example if first else None
+    if first is None or example is None:
+        return
     func, (args, kwargs), exact, allowed, shown = example
     folder.mkdir(exist_ok=True)
     tensors: dict[str, Tensor] = {"exact": exact, "allowed": allowed, "shown": shown}
@@ -234,11 +230,10 @@ def write_reproducer(
     save_file({name: value.contiguous().clone() for name, value in tensors.items()}, folder / "operands.safetensors")
     note = "The fault was simulated by aqnpipe, behind the operator: without it the device computes right.\n"
     text = _SCRIPT.format(
-        what=faults[0].in_words,
+        what=first.in_words,
         simulated=note if simulated else "",
         device=device,
         operator=str(func),
         arguments=", ".join(arguments),
     )
     (folder / "reproduce.py").write_text(text, encoding="utf-8")
-    return True

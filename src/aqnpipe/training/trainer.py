@@ -354,15 +354,11 @@ class NoisyGRPOTrainer(GRPOTrainer):
         if not self._verifier.is_drawn(step, micro_step, number):
             yield
             return
-        with self._verifier.comparing(self.policy, step, micro_step) as pair:
-            with pair.rehearsal(), self._unrecorded(step), self.accelerator.no_sync(model):
-                self._learned_from(model, batch, micro_step)
-            with pair.run():
-                yield
+        with self._verifier.verified(self.policy, step, micro_step, lambda: self._rehearse(model, batch, micro_step)):
+            yield
 
-    @contextmanager
-    def _unrecorded(self, step: int) -> Iterator[None]:
-        """Keep what the body computes out of receipt, audit and log, and keep its faults' thresholds."""
+    def _rehearse(self, model: Any, batch: Batch, micro_step: int) -> None:
+        """Compute a micro-batch of this step without a trace in receipt, audit, log and the thresholds of faults."""
         plan, distance = self.noise_plan, self._sampler_distance
         trainer: Any = self
         metrics = trainer._metrics
@@ -371,8 +367,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
         trainer._metrics = {mode: defaultdict(list) for mode in metrics}
         self._sampler_distance = SamplerDistance()
         try:
-            with self.audit.rehearsal(step):
-                yield
+            with self.audit.rehearsal(self.state.global_step + 1), self.accelerator.no_sync(model):
+                self._learned_from(model, batch, micro_step)
         finally:
             self.noise_plan, trainer._metrics, self._sampler_distance = plan, metrics, distance
 

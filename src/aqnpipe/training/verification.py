@@ -11,8 +11,8 @@ operands. That operator erred: those before it gave the same bits, so its operan
 
 import random
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import VerificationError
@@ -61,46 +61,45 @@ def digest(tensor: Tensor) -> Tensor:
     return total
 
 
-class _Result(NamedTuple):
-    """The digest of an operator's results, and where it ran: part of the model, and direction of the pass."""
-
-    operator: str
-    part: int
-    direction: str
-    digest: Tensor
-
-
 class Differing(NamedTuple):
-    """The first operator whose results differ between two runs: its operands, and its results in the second run."""
+    """The first operator with other results than in the rehearsal: its arguments, and its results in the training."""
 
-    operator: str
     place: str
     function: Any
     arguments: tuple[Any, Mapping[str, Any]]
     results: list[Tensor]
 
-    @property
-    def operands(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        return _tensors_in(self.arguments)
-
     def __str__(self) -> str:
-        shapes = ", ".join("x".join(map(str, operand.shape)) or "scalar" for operand in self.operands)
-        dtype = str(self.results[0].dtype).removeprefix("torch.")
-        return f"{self.operator} of {shapes} ({dtype}) in {self.place}"
+        shapes = ", ".join("x".join(map(str, operand.shape)) or "scalar" for operand in _tensors_in(self.arguments))
+        name, dtype = str(self.function).removesuffix(".default"), str(self.results[0].dtype).removeprefix("torch.")
+        return f"{name} of {shapes} ({dtype}) in {self.place}"
+
+    def repetitions(self) -> list[list[Tensor]]:
+        """Return the results of more calls without noise; none if the operator changes its operands or draws."""
+        if self.function._schema.is_mutable or torch.Tag.nondeterministic_seeded in self.function.tags:
+            return []
+        args, kwargs = self.arguments
+        with unobserved():
+            return [_tensors_in(self.function(*args, **kwargs)) for _ in range(_AGAIN)]
 
 
-class OperatorStream(TorchDispatchMode):
-    """Digests the results of all operators of this thread. `differing`: the first one unlike its result in `expected`.
+class DigestedRun(TorchDispatchMode):
+    """One run of a micro-batch on `policy`: `found` has the digests of loss, gradients and buffers by name.
 
-    Views have no results of their own, and memory that was only allocated has none yet. `names` of the parts.
+    As a mode it digests the results of operators, and compares with those of the run `earlier`. Views have no results
+    of their own, and memory that was only allocated has none yet.
     """
 
-    def __init__(self, places: Places, names: Mapping[int, str], expected: list[_Result] | None = None) -> None:
+    def __init__(self, policy: nn.Module, earlier: "DigestedRun | None" = None) -> None:
         super().__init__()
-        self.results: list[_Result] = []
+        self.found: dict[str, int] = {}
         self.differing: Differing | None = None
-        self._places, self._names, self._expected = places, names, expected
+        self._results: list[tuple[str, int, int]] = []
+        self._expected = earlier._results if earlier else None
+        roots, modules = parts_of(policy)
+        self._names = dict(enumerate(modules))
+        self._places = Places(len(modules), lambda *_: 0)
+        self.handles = self._places.hooks(roots, dict(enumerate(modules.values())))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -108,41 +107,33 @@ class OperatorStream(TorchDispatchMode):
         """Run an operator and digest its results."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if isinstance(func, torch._ops.OpOverload) and not _is_without_result(func) and self.differing is None:
-            self._note(func, (args, kwargs), result)
+        node = torch._C._current_autograd_node()
+        # What is added up depends on the gradients of earlier micro-batches, and on those of other workers.
+        is_sum = node is not None and node.name().endswith("AccumulateGrad")
+        if isinstance(func, torch._ops.OpOverload) and not _is_without_result(func) and not is_sum:
+            values = _tensors_in(result)
+            # What attention returns besides its output has memory that is not filled.
+            self._note(func, (args, kwargs), values[:1] if "attention" in str(func) else values, node)
         return result
 
-    def _note(self, func: Any, arguments: tuple[Any, Mapping[str, Any]], result: Any) -> None:
-        node, here = torch._C._current_autograd_node(), self._places.here()
-        if node is not None and node.name().endswith("AccumulateGrad"):
-            # What comes here depends on the gradients of earlier micro-batches, and on those of other workers.
+    def _note(self, func: Any, arguments: tuple[Any, Mapping[str, Any]], values: list[Tensor], node: Any) -> None:
+        if not values or self.differing is not None:
             return
-        part, direction = here.part, "the forward pass"
-        if node is not None:
-            segment = self._places.segment_of(node._sequence_nr())
-            is_again = here.is_again
-            part = here.part if is_again or segment is None else segment.part
-            direction = "a layer that is computed again" if is_again else "the backward pass"
-        values = _tensors_in(result)[:1] if "attention" in str(func) else _tensors_in(result)
-        if not values:
-            return
-        digests = [digest(value).cpu() for value in values]
-        entry = _Result(str(func).removesuffix(".default"), part, direction, digest(torch.stack(digests)))
-        self.results.append(entry)
-        if self._expected is not None:
-            self._compare(entry, len(self.results) - 1, func, arguments, values)
-
-    def _compare(
-        self, entry: _Result, index: int, func: Any, arguments: tuple[Any, Mapping[str, Any]], values: list[Tensor]
-    ) -> None:
-        """Keep the operands of the first operator that differs; behind another order of operators nothing compares."""
+        here, part = self._places.here(), self._places.here().part
+        if node is not None and not here.is_again and (segment := self._places.segment_of(node._sequence_nr())):
+            part = segment.part
+        entry = (str(func), part, int(digest(torch.stack([digest(value).cpu() for value in values]))))
+        index = len(self._results)
+        self._results.append(entry)
         expected = self._expected[index] if self._expected and index < len(self._expected) else None
-        if expected is None or expected[:3] != entry[:3]:
+        if expected is None or expected[:2] != entry[:2]:
+            # Behind another order of operators nothing compares.
             self._expected = None
-        elif not torch.equal(expected.digest, entry.digest):
-            kept = torch.utils._pytree.tree_map_only(Tensor, _copy, arguments)
-            place = f"{self._names.get(entry.part, 'no layer')}, {entry.direction}"
-            self.differing = Differing(entry.operator, place, func, kept, list(map(_copy, values)))
+        elif expected != entry:
+            direction = "forward" if node is None else "backward"
+            place = f"{self._names.get(part, 'no layer')}, the {direction} pass"
+            copies = tree_map_only(Tensor, _copy, arguments)
+            self.differing = Differing(place, func, copies, list(map(_copy, values)))
 
 
 class Verifier:
@@ -151,8 +142,7 @@ class Verifier:
     def __init__(self, spec: TrainingSpec, label: str, folder: Path) -> None:
         self._steps = frozenset(spec.training.verified_steps(spec.num_steps))
         self._label, self._seed, self._folder = label, spec.random_seed, folder
-        self._found: dict[str, Tensor] | None = None
-        self._stream: OperatorStream | None = None
+        self._run: DigestedRun | None = None
 
     def attach(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Observe the gradients of these weights; those of a sharded model must be gathered at present."""
@@ -166,113 +156,86 @@ class Verifier:
 
     def note(self, what: str, tensor: Tensor) -> None:
         """Digest a tensor of the run in progress, if that is one of the two that are compared."""
-        if self._found is not None:
+        if self._run is not None:
             with unobserved():
-                self._found[what] = digest(local(tensor)).cpu()
+                self._run.found[what] = int(digest(local(tensor)))
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Return a context that digests the operators of the body, if this is one of the two runs."""
+        return self._run or nullcontext()
 
     @contextmanager
-    def comparing(self, policy: nn.Module, step: int, micro_batch: int) -> Iterator["Pair"]:
-        """Yield the pair of runs of a micro-batch; raise VerificationError on every worker if any worker's differ."""
-        pair = Pair(self, policy)
+    def verified(
+        self, policy: nn.Module, step: int, micro_batch: int, rehearse: Callable[[], object]
+    ) -> Iterator[None]:
+        """Compute a micro-batch by `rehearse`, then in the body; VerificationError if the two differ on any worker."""
         with _deterministic(next(policy.parameters()).device):
-            yield pair
-        rank, workers = rank_and_size()
-        found = pair.difference()
-        if found and pair.differing:
-            found += self._keep(pair.differing, step, rank)
+            with _restored(policy), self._digesting(policy) as first:
+                rehearse()
+            with self._digesting(policy, first) as second:
+                yield
+        wrong = [what for what in {**first.found, **second.found} if first.found.get(what) != second.found.get(what)]
+        found = self._difference(wrong, second.differing, step) if wrong else None
         if any(lines := gathered(found)):
-            shown = [f"worker {number}: {line}" if workers > 1 else line for number, line in enumerate(lines) if line]
+            worker = (f"worker {rank}: " if len(lines) > 1 else "" for rank in range(len(lines)))
+            shown = [f"{name}{line}" for name, line in zip(worker, lines, strict=True) if line]
             raise VerificationError(
                 f"{self._label}: step {step}, micro-batch {micro_batch}, computed twice: {'; '.join(shown)}; stopped "
                 "before the optimiser used it"
             )
 
-    def watching(self) -> Any:
-        """Return a context that digests the operators of the body, if this is a run of a pair."""
-        return self._stream or nullcontext()
-
-    def _keep(self, differing: Differing, step: int, rank: int) -> str:
-        """Write operands and results of an operator to a file; return its name, and how the operator repeats."""
-        again = _repetitions(differing)
-        tensors = {f"operand{number}": value for number, value in enumerate(differing.operands)}
-        tensors |= {f"result{number}": value for number, value in enumerate(differing.results)}
-        tensors |= {f"again{number}": value for number, value in enumerate(again[0] if again else ())}
-        path = self._folder / f"verification-step{step}-worker{rank}.safetensors"
-        about = {"operator": str(differing.function), "place": differing.place, "label": self._label}
-        save_file({name: _copy(value).cpu().contiguous() for name, value in tensors.items()}, path, about)
-        others = sum(any(not _is_equal(*pair) for pair in zip(again[0], one, strict=True)) for one in again[1:])
-        unsteady = f" (on the same operands, {others} of {len(again) - 1} more calls give other bits)" if others else ""
-        return f"{unsteady}, operands in {path}"
-
-
-class Pair:
-    """Two runs of one micro-batch on the same state: the rehearsal, then the run of the training."""
-
-    def __init__(self, verifier: Verifier, policy: nn.Module) -> None:
-        self._verifier, self._policy = verifier, policy
-        roots, modules = parts_of(policy)
-        self._parts, self._names = dict(enumerate(modules.values())), dict(enumerate(modules))
-        self._roots = roots
-        self._found: list[dict[str, Tensor]] = []
-        self._streams: list[OperatorStream] = []
-
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Compute the first run in the body: random state, buffers and gradients are as before behind it."""
-        trained = [weight for weight in self._policy.parameters() if weight.requires_grad]
-        gradients, buffers = [weight.grad for weight in trained], [b.clone() for b in self._policy.buffers()]
-        states = random.getstate(), np.random.get_state()
-        device = next(self._policy.parameters()).device
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([] if device.type == "cpu" else [device]))
-            for weight in trained:
-                weight.grad = None
-                # The memory of one gradient at a time.
-                stack.callback(weight.register_post_accumulate_grad_hook(_drop_gradient).remove)
-            try:
-                with self.run():
-                    yield
-            finally:
-                for weight, gradient in zip(trained, gradients, strict=True):
-                    weight.grad = gradient
-                with torch.no_grad():
-                    for buffer, before in zip(self._policy.buffers(), buffers, strict=True):
-                        buffer.copy_(before)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        """Digest what the body computes."""
-        verifier, places = self._verifier, Places(len(self._parts), lambda *_: 0)
-        handles = places.hooks(self._roots, self._parts)
-        verifier._found, first = {}, self._streams[0].results if self._streams else None
-        verifier._stream = OperatorStream(places, self._names, first)
+    def _digesting(self, policy: nn.Module, earlier: DigestedRun | None = None) -> Iterator[DigestedRun]:
+        run = self._run = DigestedRun(policy, earlier)
         try:
-            yield
-            for name, buffer in self._policy.named_buffers():
-                verifier.note(f"the buffer {name}", buffer)
+            yield run
+            for name, buffer in policy.named_buffers():
+                self.note(f"the buffer {name}", buffer)
         finally:
-            self._found.append(verifier._found)
-            self._streams.append(verifier._stream)
-            verifier._found = verifier._stream = None
-            for handle in handles:
+            self._run = None
+            for handle in run.handles:
                 handle.remove()
 
-    @property
-    def differing(self) -> Differing | None:
-        """The first operator that differs; None where the two runs had operators in another order."""
-        return self._streams[-1].differing
+    def _difference(self, wrong: list[str], differing: Differing | None, step: int) -> str:
+        """Return what differs, in the order of the computation; the operator's operands and results go to a file."""
+        what = f"{wrong[0]} and {len(wrong) - 1} more differ" if len(wrong) > 1 else f"{wrong[0]} differs"
+        if differing is None:
+            return f"{what}, in no operator that could be named"
+        again = differing.repetitions()
+        kept = {
+            "operand": _tensors_in(differing.arguments),
+            "result": differing.results,
+            "again": again[0] if again else [],
+        }
+        tensors = {f"{name}{n}": _copy(value).cpu() for name, values in kept.items() for n, value in enumerate(values)}
+        path = self._folder / f"verification-step{step}-worker{rank_and_size()[0]}.safetensors"
+        about = {"operator": str(differing.function), "place": differing.place, "run": self._label}
+        save_file({name: value.contiguous() for name, value in tensors.items()}, path, about)
+        digests = [[int(digest(value)) for value in values] for values in again]
+        others = sum(found != digests[0] for found in digests[1:])
+        unsteady = f" (on the same operands, {others} of {len(again) - 1} more calls give other bits)" if others else ""
+        return f"{what}, first in {differing}{unsteady}, operands in {path}"
 
-    def difference(self) -> str | None:
-        """Return what differs between the runs, in the order of the computation; None if every bit agrees."""
-        first, second = self._found
-        others = [what for what in {**first, **second} if not _is_equal(first.get(what), second.get(what))]
-        if not others:
-            return None
-        more = f" and {len(others) - 1} more differ" if len(others) > 1 else " differs"
-        operator = f"first in {self.differing}" if self.differing else "in no operator that could be named"
-        return f"{others[0]}{more}, {operator}"
+
+@contextmanager
+def _restored(policy: nn.Module) -> Iterator[None]:
+    """Restore random state, buffers and gradients behind the body; it has the memory of one gradient at a time."""
+    trained = [weight for weight in policy.parameters() if weight.requires_grad]
+    gradients, buffers = [weight.grad for weight in trained], [buffer.clone() for buffer in policy.buffers()]
+    states, device = (random.getstate(), np.random.get_state()), next(policy.parameters()).device
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([] if device.type == "cpu" else [device]))
+        for weight in trained:
+            weight.grad = None
+            stack.callback(weight.register_post_accumulate_grad_hook(_drop_gradient).remove)
+        yield
+    for weight, gradient in zip(trained, gradients, strict=True):
+        weight.grad = gradient
+    with torch.no_grad():
+        for buffer, before in zip(policy.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 @contextmanager
@@ -296,15 +259,6 @@ def _drop_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
-def _repetitions(differing: Differing) -> list[list[Tensor]]:
-    """Return the results of more calls of an operator without noise; empty if it changes its operands or draws."""
-    function, (args, kwargs) = differing.function, differing.arguments
-    if function._schema.is_mutable or torch.Tag.nondeterministic_seeded in function.tags:
-        return []
-    with unobserved():
-        return [_tensors_in(function(*args, **kwargs)) for _ in range(_AGAIN)]
-
-
 def _is_without_result(function: Any) -> bool:
     name = function.overloadpacket.__name__
     return function.is_view or "empty" in name or function.namespace in _COLLECTIVES
@@ -318,9 +272,3 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 def _copy(tensor: Tensor) -> Tensor:
     return local(tensor).detach().clone()
-
-
-def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(digest(one), digest(other))

@@ -75,7 +75,7 @@ def next_steps(file: "DiagnosisFile") -> list[str]:
         return []
     if file.simulated_faults:
         return ["The fault is simulated; nothing follows for this device."]
-    proof = "the files of --reproducer" if file.kernels else "the file of --json (no kernel errs in every pass)"
+    proof = "the files of --reproducer" if file.kernels else "the file of --json (no kernel is known)"
     return [
         f"Take this device out of service: {_identity(file.hardware)}.",
         f"Report to its vendor: these numbers, the line on the kernel above, and {proof}.",
@@ -141,7 +141,7 @@ def _show_device(console: Console, device: "DeviceReport") -> None:
     if device.verdict != "healthy":
         kernels = "; ".join(kernel.in_words for kernel in device.kernels)
         card = f"{_identity(device.hardware)}: " if device.hardware else ""
-        console.print(Text(f"{device.device}: {card}{kernels or device.reason}"), soft_wrap=True)
+        console.print(Text(f"{device.device}: {card}{kernels or device.reason}"))
     show_faults(console, device.faults)
     for site in device.repetition.sites if device.repetition else ():
         console.print(f"{device.device}: {_where(site)}: {_rate(site.rate)}")

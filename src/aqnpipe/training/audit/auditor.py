@@ -148,12 +148,9 @@ class TrainingAudit(TrainerCallback):
     def rehearsal(self, step: int) -> Iterator[None]:
         """Observe nothing in the body: a micro-batch of `step` is computed twice, and this time is not the training."""
         self._verified.append(step)
-        self._is_rehearsal = True
-        try:
-            with self._updates.unobserved_gradients():
-                yield
-        finally:
-            self._is_rehearsal = False
+        self._is_rehearsal, arrived = True, list(self._updates.arrived)
+        yield
+        self._is_rehearsal, self._updates.arrived = False, arrived
 
     def begin_validation(self, prompts: Sequence[Sequence[int]]) -> None:
         """Note that greedy validation of this worker's prompts begins."""

@@ -7,8 +7,7 @@ may change. That AdamW computes an update by its rule is a property of the pinne
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class Updates:
         self._summed = torch.zeros(len(self._followed.elements), dtype=torch.float64)
         self._sizes = torch.zeros_like(self._summed)
         self._passes = [0] * len(self._followed.elements)
-        self._arrived: list[tuple[int, Tensor]] = []
+        self.arrived: list[tuple[int, Tensor]] = []
         self._depth = 0
         self._is_audited: Callable[[int], bool] = lambda step: True
 
@@ -90,22 +89,13 @@ class Updates:
     def _gradient_hook(self, place: int, index: tuple[int, ...]) -> Callable[[Tensor], None]:
         def note(gradient: Tensor) -> None:
             with unobserved():
-                self._arrived.append((place, gradient.detach()[index].double() / self._spec.loss_scale))
+                self.arrived.append((place, gradient.detach()[index].double() / self._spec.loss_scale))
 
         return note
 
-    @contextmanager
-    def unobserved_gradients(self) -> Iterator[None]:
-        """Forget the gradients that arrive in the body."""
-        arrived, self._arrived = self._arrived, []
-        try:
-            yield
-        finally:
-            self._arrived = arrived
-
     def end_micro_batch(self) -> None:
         """Sum the gradients that arrived, so that memory stays constant."""
-        arrived, self._arrived = self._arrived, []
+        arrived, self.arrived = self.arrived, []
         if not arrived:
             return
         with unobserved():
