@@ -96,6 +96,8 @@ def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
             return f"{key}.error is {name_of(part.error)} in the rollout, expected a scaled error or a truncation"
     if arm.kv_cache is not None and "rollout" in arm.kv_cache.phases:
         return f"kv_cache.format is {arm.kv_cache.format} in the rollout, expected no rounding of keys and values"
+    if arm.routing_replay:
+        return "routing_replay is true, expected false: the experts that vLLM chooses are not read"
     noise = arm.operator_noise
     if noise is None or not noise.is_active or "rollout" not in noise.phases:
         return None

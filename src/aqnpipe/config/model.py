@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, field_validator
 from aqnpipe.config.base import FrozenModel, refuse_pipe_or_device
 from aqnpipe.errors import ModelError
 
-BuiltinModel = Literal["tiny", "tiny-large", "tiny-comparison"]
+BuiltinModel = Literal["tiny", "tiny-large", "tiny-comparison", "tiny-mixture"]
 SourceKind = Literal["builtin", "folder", "hub"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa"]
