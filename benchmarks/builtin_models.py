@@ -79,7 +79,7 @@ RECIPES: dict[BuiltinModel, Recipe] = {
     "tiny": Recipe(hidden_size=128, intermediate_size=320, num_heads=4, num_steps=300),
     "tiny-large": Recipe(hidden_size=192, intermediate_size=480, num_heads=6, num_steps=275),
     "tiny-comparison": Recipe(hidden_size=128, intermediate_size=320, num_heads=4, num_steps=238, task="comparison"),
-    "tiny-mixture": Recipe(hidden_size=128, intermediate_size=96, num_heads=4, num_steps=300, num_experts=8),
+    "tiny-mixture": Recipe(hidden_size=128, intermediate_size=96, num_heads=4, num_steps=350, num_experts=8),
 }
 
 

@@ -22,9 +22,9 @@ class TrainingMetrics(Table):
     """metrics.parquet of a run: a row per optimiser step. It has no wall times, so it is reproducible byte for byte.
 
     `logp_difference_*` and `sampler_kl` compare the policy that generated the rollout with the policy being trained, on
-    the sampled tokens, in the first step after the rollout. So do, for a mixture of experts, `router_agreement` (share of
-    the choices of a token in a layer that are the same experts) and `tokens_routed_differently` (share of the tokens that
-    have other experts in any layer), on all tokens that the sampler read; null if it noted no experts.
+    the sampled tokens, in the first step after the rollout. So do, for a mixture of experts, `router_agreement` (share
+    of the choices of a token in a layer that are the same experts) and `tokens_routed_differently` (share of the tokens
+    that have other experts in any layer), on all tokens that the sampler read; null if it noted no experts.
     `importance_ratio_mean` is null without importance sampling.
     """
 

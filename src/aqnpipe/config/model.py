@@ -184,6 +184,11 @@ def _settings(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
+def may_route(config: Mapping[str, Any]) -> bool:
+    """Return whether the content of a config.json names a number of experts, so that routers choose among them."""
+    return any("expert" in key and isinstance(value, int) and value > 1 for key, value in _settings("", config))
+
+
 def common_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a config.json in which sizes that its family names differently have their common names."""
     named = dict(config)

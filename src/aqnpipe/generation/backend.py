@@ -34,8 +34,8 @@ class Completion:
     """Response tokens, including the end token or the end of a stop text, and why generation ended.
 
     `log_probabilities`: one per token, if requested. `experts` [tokens, slots]: those that computed each token that a
-    mixture read, if noted: of the prompt and of all response tokens but the last. Equality ignores both, because backends
-    round differently.
+    mixture read, if noted: of the prompt and of all response tokens but the last. Equality ignores both, because
+    backends round differently.
     """
 
     token_ids: list[int]

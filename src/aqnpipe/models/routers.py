@@ -1,10 +1,10 @@
 """The routers of a mixture of experts: which experts compute each token, and replay of another choice.
 
-Every block of a mixture in transformers calls a module `experts` with hidden states [tokens, channels] and the numbers of
-the chosen experts [tokens, experts of a token], however its router scores them. That call is observed. Routers choose by
-`topk`, some of them after a `topk` of groups; `examine` finds the one whose indices reach the experts. A replay puts given
-experts, with their own scores, in place of its result. What the router makes of the scores stays its own, and gradients
-reach it.
+Every block of a mixture in transformers calls a module `experts` with hidden states [tokens, channels] and the numbers
+of the chosen experts [tokens, experts of a token], however its router scores them. That call is observed. Routers
+choose by `topk`, some of them after a `topk` of groups; `examine` finds the one whose indices reach the experts. A
+replay puts given experts, with their own scores, in place of its result. What the router makes of these scores stays as
+it is, so gradients reach the router.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,11 +45,12 @@ class Routers:
     @contextmanager
     def observed(self) -> Iterator[None]:
         """Observe the forward passes of the body; call `take` after each."""
+        self._seen = []
         with ExitStack() as stack:
             for block in self._blocks:
-                stack.callback(block.experts.register_forward_pre_hook(PlaceHook(self._note)).remove)
+                experts = block.get_submodule("experts")
+                stack.callback(experts.register_forward_pre_hook(PlaceHook(self._note)).remove)
             yield
-        self._seen = []
 
     def _note(self, module: nn.Module, args: Any) -> None:
         # A backward pass that computes a layer again is no pass of its own.
@@ -87,8 +88,8 @@ class Routers:
             self.take(1)
         if not found or not all(found):
             raise ModelError(
-                f"routing_replay: a router of this {type(self._model).__name__} does not choose by topk what its experts "
-                "get, so no other choice can be put in its place"
+                f"routing_replay: {type(self._model).__name__} has a router that does not choose by topk what its "
+                "experts get, so its choice cannot be replaced"
             )
 
     @contextmanager

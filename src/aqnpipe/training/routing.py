@@ -1,8 +1,9 @@
 """The experts that the sampler's routers chose: compared with those of the trained policy, and replayed in it.
 
-Noise, other kernels or other shapes of the same products change scores, and with them the experts of some tokens: sampler
-and policy are then different networks. With routing replay (R3, arXiv:2510.11370) every pass of the policy over sampled
-tokens uses the sampler's experts, with its own scores. The reference of the KL term is another policy, and keeps its own.
+Noise, other kernels or other shapes of the same products change scores, and with them the experts of some tokens:
+sampler and policy are then different networks. With routing replay (R3, arXiv:2510.11370) every pass of the policy over
+sampled tokens uses the sampler's experts, with its own scores. The reference of the KL term is another policy, so its
+routers choose as they always do.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,13 +12,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion
 from aqnpipe.models.routers import Routers
 from aqnpipe.training.ranks import gathered
 
 
 class RoutedRollouts:
-    """The experts of the rollouts of this worker, by row; without any for a dense model, or if the sampler noted none."""
+    """The experts of the rollouts of this worker, by row; none for a dense model, or if the sampler noted none."""
 
     def __init__(self, network: nn.Module, *, replays: bool) -> None:
         self._routers = Routers(network)
@@ -30,6 +32,8 @@ class RoutedRollouts:
     def begin(self, completions: Sequence[Completion]) -> None:
         """Keep the experts of new rollouts."""
         self._rows = [completion.experts for completion in completions if completion.experts is not None]
+        if self._replays and len(self._rows) != len(completions):
+            raise ReceiptError("receipt invalid: routing_replay: the sampler noted no experts")
 
     @contextmanager
     def replayed(self, rows: Sequence[int], mask: Tensor) -> Iterator[None]:
