@@ -7,7 +7,7 @@ import pytest
 import torch
 from random_models import random_mixture_of
 from tiny_training import AQN, NOISE, run, training_spec, write_inputs
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
@@ -19,6 +19,7 @@ from aqnpipe.generation.rollout_engines import TransformersRolloutEngine
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.models.routers import Routers
+from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.rollout_backend import describe_rollouts
 from aqnpipe.training.routing import RoutedRollouts
 from aqnpipe.training.trainer import NoisyGRPOTrainer
@@ -77,12 +78,13 @@ def test_under_noise_the_agreement_is_that_of_the_routers_outputs(inputs, tmp_pa
         self.policy.register_forward_hook(passed, with_kwargs=True)
 
     def passed(module, args, kwargs, output):
-        layers, rows = current.copy(), kwargs["input_ids"].tolist()
+        flat = list(zip(*current, strict=True))
         current.clear()
+        if "input_ids" not in kwargs:
+            return  # a probe of the model after it was saved
+        rows = kwargs["input_ids"].tolist()
         width = len(rows[0])
-        by_row = [
-            [[layer[row * width + place] for layer in layers] for place in range(width)] for row in range(len(rows))
-        ]
+        by_row = [flat[start : start + width] for start in range(0, len(flat), width)]
         if kwargs.get("past_key_values") is not None:
             sampled.append((rows, by_row))
         elif output.logits.requires_grad:
@@ -201,18 +203,14 @@ def _nothing(self, rows, mask):
 
 
 def _forward_alone(monkeypatch):
-    original = RoutedRollouts.compared
+    original = TrainingAudit._check_graph
 
-    def compared(self, rows, mask):
-        @contextlib.contextmanager
-        def both():
-            with self._routers.replayed(self._aligned(rows, mask)), original(self, rows, mask):
-                yield
+    def before_backward(self, loss):
+        original(self, loss)
+        for choice in self._trainer._routing._routers._choices:
+            choice.given.fill_(-1)
 
-        return both()
-
-    monkeypatch.setattr(RoutedRollouts, "replayed", _nothing)
-    monkeypatch.setattr(RoutedRollouts, "compared", compared)
+    monkeypatch.setattr(TrainingAudit, "_check_graph", before_backward)
 
 
 def _noted(change):
@@ -225,11 +223,6 @@ def _noted(change):
         monkeypatch.setattr(TransformersRolloutEngine, "roll_out", rolled)
 
     return patch
-
-
-def _rows_swapped(monkeypatch):
-    original = RoutedRollouts.begin
-    monkeypatch.setattr(RoutedRollouts, "begin", lambda self, completions: original(self, completions[::-1]))
 
 
 SABOTAGES = {
@@ -277,12 +270,17 @@ def test_vllm_cannot_sample_for_a_replay_but_transformers_can():
 @pytest.mark.parametrize("window", [None, 4], ids=["padding behind", "padding before"])
 def test_the_sampler_notes_the_experts_of_each_row_alone(inputs, window):
     """A sliding window keeps a cache of transformers' own, for which padding comes first."""
-    settings = {"sliding_window": window, "use_sliding_window": window is not None, "max_window_layers": 0}
     tokenizer = load_tokenizer(inputs.model)
-    model = AutoModelForCausalLM.from_pretrained(inputs.model, attn_implementation="eager", **settings).eval()
+    config = AutoConfig.from_pretrained(inputs.model)
+    if window is not None:
+        config.sliding_window, config.layer_types = window, ["sliding_attention"] * config.num_hidden_layers
+    model = AutoModelForCausalLM.from_pretrained(inputs.model, config=config, attn_implementation="eager").eval()
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13, 14, 15, 16]]
     sampling = Sampling(max_response_tokens=8, temperature=1.0, seed=3)
     routers = Routers(model)
+    # A token that is drawn ends a response, so that rows leave the batch at different times.
+    whole = TransformersBackend(model, tokenizer).generate(prompts, sampling)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(whole[1].token_ids[3])
     completions = TransformersBackend(model, tokenizer).generate(prompts, sampling, routers=routers)
     assert len({len(completion.token_ids) for completion in completions}) > 1
     for prompt, completion in zip(prompts, completions, strict=True):
