@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from kill_server import KillServer, tree
 from random_models import random_mixture_of
 from tiny_training import AQN, NOISE, run, training_spec, write_inputs
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -195,6 +196,24 @@ def test_the_weights_of_a_correction_see_replayed_log_probabilities(inputs, tmp_
     assert found[False]["router_agreement"].max() < 1
     assert found[True]["importance_ratio_mean"].null_count() == 0
     assert found[True]["logp_difference_mean"][0] != found[False]["logp_difference_mean"][0]
+
+
+@pytest.mark.slow
+def test_a_killed_replay_continues_byte_for_byte(inputs, tmp_path):
+    settings = {"resume_every": 1, "checkpoint_every": None, "gradient_checkpointing": True}
+    spec = replaying(training_spec(NOISE, AQN, **{**OFF_POLICY, **BY_TOKENS, **settings}))
+    server = KillServer(tmp_path)
+    with contextlib.closing(server):
+        assert server.train(spec, inputs, tmp_path / "whole", tmp_path / "whole scratch").code == 0
+        killed = tmp_path / "killed", tmp_path / "killed scratch"
+        # A batch of rollouts is for two steps: the second one is that of steps 3 and 4.
+        assert server.train(spec, inputs, *killed, kill=("optimiser step", 4, "before")).code == -9
+        again = server.train(spec, inputs, *killed, kill=("log-probabilities", 3, "after"))
+        assert again.code == -9, again.said
+        last = server.train(spec, inputs, *killed)
+        assert last.code == 0, last.said
+    assert last.steps == [2]
+    assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
 
 
 @contextlib.contextmanager
