@@ -33,10 +33,10 @@ class RoutingAudit:
             return
         if torch._C._current_autograd_node() is None:
             self._running[number] = found[0]
-            return
-        with unobserved():
-            if not torch.equal(found[0], self._running[number]):
-                self._report("a backward pass has computed a layer again with other experts than its forward")
+        elif self._replays:
+            with unobserved():
+                if not torch.equal(found[0], self._running[number]):
+                    self._report("a backward pass has computed a layer again with other experts than its forward")
 
     def of_pass(self, rows: int) -> Tensor | None:
         """Return the experts of the last pass, [rows, places, slots] on the host; None if none ran."""
