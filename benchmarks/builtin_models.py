@@ -43,6 +43,7 @@ RECIPE_FILE = "recipe.json"
 IGNORED_LABEL = -100
 MAX_NEW_TOKENS = 40
 HEAD_DIM = 32
+NUM_CHOSEN = 2
 # Not 0, so that the measurement shares no random stream with a study at its default seed.
 MEASURING_SEED = 20_000
 
@@ -58,6 +59,8 @@ class Recipe:
     task: GeneratedTask = "word_problems"
     num_layers: int = 6
     num_key_value_heads: int = 2
+    # Of a mixture, whose intermediate size is that of an expert; two experts compute each token.
+    num_experts: int | None = None
     seed: int = 0
     batch_size: int = 32
     warmup_steps: int = 20
@@ -76,6 +79,7 @@ RECIPES: dict[BuiltinModel, Recipe] = {
     "tiny": Recipe(hidden_size=128, intermediate_size=320, num_heads=4, num_steps=300),
     "tiny-large": Recipe(hidden_size=192, intermediate_size=480, num_heads=6, num_steps=275),
     "tiny-comparison": Recipe(hidden_size=128, intermediate_size=320, num_heads=4, num_steps=238, task="comparison"),
+    "tiny-mixture": Recipe(hidden_size=128, intermediate_size=96, num_heads=4, num_steps=350, num_experts=8),
 }
 
 
@@ -83,7 +87,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return all settings of a recipe but the number of steps, as the record keeps them (lists, not tuples)."""
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()}
     del settings["num_steps"]
-    return settings
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 class Accuracy(FrozenModel):
@@ -118,10 +122,24 @@ class RecipeRecord(FrozenModel):
 
 
 def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedModel":
-    """Return an untrained Qwen2 model, initialised with the recipe's seed."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    """Return an untrained Qwen2 model, or Qwen3-MoE for a mixture, initialised with the recipe's seed."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen2Config(
+    experts = recipe.num_experts
+    make_config, make_model = (
+        (Qwen2Config, Qwen2ForCausalLM) if experts is None else (Qwen3MoeConfig, Qwen3MoeForCausalLM)
+    )
+    of_experts = (
+        {}
+        if experts is None
+        else {
+            "num_experts": experts,
+            "num_experts_per_tok": NUM_CHOSEN,
+            "moe_intermediate_size": recipe.intermediate_size,
+            "router_aux_loss_coef": 0.0,
+        }
+    )
+    config = make_config(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.intermediate_size,
@@ -135,10 +153,11 @@ def build_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "PreTra
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         attn_implementation="eager",
+        **of_experts,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "initial_weights"))
-        model = Qwen2ForCausalLM(config)
+        model = make_model(config)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     return model

@@ -44,14 +44,16 @@ def test_shipped_weights_are_those_of_the_record(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_parameters"), [("tiny", 1_102_208), ("tiny-large", 2_353_344), ("tiny-comparison", 1_102_208)]
+    ("name", "num_parameters"),
+    [("tiny", 1_102_208), ("tiny-large", 2_353_344), ("tiny-comparison", 1_102_208), ("tiny-mixture", 2_139_392)],
 )
 def test_shipped_model_has_its_shape(name, num_parameters):
     model = load_model(builtin_folder(name), dtype="float32", attention="eager")
     config = model.config
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
     assert num_parameters == record_of(name).num_parameters == by_hand(RECIPES[name], config.vocab_size)
-    assert (config.model_type, config.num_hidden_layers, config.head_dim) == ("qwen2", 6, 32)
+    family = "qwen3_moe" if name == "tiny-mixture" else "qwen2"
+    assert (config.model_type, config.num_hidden_layers, config.head_dim) == (family, 6, 32)
     assert config.max_position_embeddings >= 1024
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     tokenizer = load_tokenizer(builtin_folder(name))
@@ -61,10 +63,15 @@ def test_shipped_model_has_its_shape(name, num_parameters):
 
 
 def by_hand(recipe, vocab_size: int) -> int:
-    """Count the parameters of a Qwen2 with tied embeddings: attention with QKV bias, gated MLP, two norms a layer."""
-    hidden, kv_width = recipe.hidden_size, recipe.num_key_value_heads * 32
-    attention = 2 * hidden * hidden + 2 * hidden * kv_width + hidden + 2 * kv_width
-    layer = attention + 3 * hidden * recipe.intermediate_size + 2 * hidden
+    """Count the parameters of a Qwen2 with tied embeddings: attention with QKV bias, gated MLP, two norms a layer.
+
+    A Qwen3-MoE has norms of queries and keys in place of the biases, a router, and an MLP per expert.
+    """
+    hidden, kv_width, experts = recipe.hidden_size, recipe.num_key_value_heads * 32, recipe.num_experts
+    attention = 2 * hidden * hidden + 2 * hidden * kv_width
+    attention += hidden + 2 * kv_width if experts is None else 2 * 32
+    mlp = 3 * hidden * recipe.intermediate_size
+    layer = attention + 2 * hidden + (mlp if experts is None else experts * (mlp + hidden))
     return recipe.num_layers * layer + hidden + vocab_size * hidden
 
 

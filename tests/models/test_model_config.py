@@ -20,7 +20,9 @@ def test_kinds_of_sources(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("source", ["tinny", "", "a/b/c", "owner/", "owner/na me"])
 def test_what_can_be_no_model_is_refused(source):
-    with pytest.raises(ModelError, match="expected tiny, tiny-large, tiny-comparison, an existing folder, or a hub id"):
+    with pytest.raises(
+        ModelError, match="expected tiny, tiny-large, tiny-comparison, tiny-mixture, an existing folder, or a hub id"
+    ):
         source_kind(source)
     with pytest.raises(ValidationError, match="expected tiny, tiny-large"):
         ModelConfig(source=source)

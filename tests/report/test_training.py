@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import polars as pl
 import pytest
 
-from aqnpipe.report.training import distance_table, leap_sentences, leap_table, leaps, smoothed_by_arm
+from aqnpipe.report.training import distance_table, leap_sentences, leap_table, leaps, router_tables, smoothed_by_arm
 from aqnpipe.report.words import load_words
 
 
@@ -40,6 +40,30 @@ def test_the_distance_of_sampler_and_policy_is_that_of_a_number_format():
         ("base", "bfloat16", "E5", "2", "0.04", "0.03", "0.05", "0.9", "0.02"),
         ("base", "float16", "E5", "1", "0.002", "0.002", "0.002", "0.5", "0.0002"),
     ]
+
+
+def routed(number_format, agreement, tokens):
+    columns = {"router_agreement": agreement, "tokens_routed_differently": tokens}
+    table = pl.DataFrame(columns, schema_overrides=dict.fromkeys(columns, pl.Float64))
+    return SimpleNamespace(
+        model="base", arm="E5", metrics=table, record=SimpleNamespace(config={"dtype": number_format})
+    )
+
+
+def test_the_agreement_of_routers_is_that_of_a_number_format_and_of_runs_that_measured_it():
+    dense = routed("bfloat16", [None, None], [None, None])
+    runs = [
+        routed("bfloat16", [0.9, 0.7], [0.2, 0.4]),
+        routed("bfloat16", [1.0, 1.0], [0.0, 0.1]),
+        routed("float32", [1.0, 1.0], [0.0, 0.0]),
+        dense,
+    ]
+    (found,) = router_tables(runs, load_words("en"))
+    assert [tuple(cell.replace("\xa0", " ") for cell in row.cells) for row in found.rows] == [
+        ("base", "bfloat16", "E5", "2", "90.0 %", "80.0 %", "100.0 %", "17.5 %"),
+        ("base", "float32", "E5", "1", "100.0 %", "100.0 %", "100.0 %", "0.0 %"),
+    ]
+    assert router_tables([dense], load_words("en")) == []
 
 
 def test_a_spike_is_one_leap_at_its_step():

@@ -209,7 +209,10 @@ def _metrics(arm: str, seed: int, num_steps: int, receipt: Receipt) -> pl.DataFr
             "logp_difference_mean": np.full(num_steps, 1e-3),
             "logp_difference_max": np.full(num_steps, 1e-2),
             "sampler_kl": np.full(num_steps, 1e-6),
-            "importance_ratio_mean": pl.Series([None] * num_steps, dtype=pl.Float64),
+            **dict.fromkeys(
+                ("importance_ratio_mean", "router_agreement", "tokens_routed_differently"),
+                pl.Series([None] * num_steps, dtype=pl.Float64),
+            ),
             "sigma_requested": [sync.sigma_requested for sync in syncs] or np.zeros(num_steps),
             "sigma_measured": [sync.sigma_measured for sync in syncs] or np.zeros(num_steps),
             "validation_accuracy": pl.Series(validation, dtype=pl.Float64),

@@ -22,8 +22,10 @@ class TrainingMetrics(Table):
     """metrics.parquet of a run: a row per optimiser step. It has no wall times, so it is reproducible byte for byte.
 
     `logp_difference_*` and `sampler_kl` compare the policy that generated the rollout with the policy being trained, on
-    the sampled tokens, in the first step after the rollout. `importance_ratio_mean` is null without importance
-    sampling.
+    the sampled tokens, in the first step after the rollout. So do, for a mixture of experts, `router_agreement` (share
+    of the choices of a token in a layer that are the same experts) and `tokens_routed_differently` (share of the tokens
+    that have other experts in any layer), on all tokens that the sampler read; null if it noted no experts.
+    `importance_ratio_mean` is null without importance sampling.
     """
 
     step: int = pa.Field(ge=1, unique=True)
@@ -41,6 +43,8 @@ class TrainingMetrics(Table):
     logp_difference_max: float = pa.Field(ge=0)
     sampler_kl: float = pa.Field(ge=0)
     importance_ratio_mean: float = pa.Field(ge=0, nullable=True)
+    router_agreement: float = pa.Field(ge=0, le=1, nullable=True)
+    tokens_routed_differently: float = pa.Field(ge=0, le=1, nullable=True)
     sigma_requested: float = pa.Field(ge=0)
     sigma_measured: float = pa.Field(ge=0)
     validation_accuracy: float = pa.Field(nullable=True)

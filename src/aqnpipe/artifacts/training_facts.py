@@ -19,6 +19,8 @@ CLIPPING = "gradient clipping"
 CONTINUITY = "weights and optimiser state between steps"
 REFERENCE = "weights of the reference model"
 INITIAL = "weights before training"
+EXPERTS = "experts noted in rollouts"
+REPLAYED = "experts replayed in the policy"
 
 _LEARNING_RATE_ERROR = 1e-9
 """Relative error of a learning rate: both sides compute it in float64."""
@@ -283,7 +285,8 @@ def _completeness_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str
 
 def required_recomputations(spec: TrainingSpec) -> tuple[str, ...]:
     """Return the recomputations that every complete run of `spec` contains."""
-    names = (DRAWS, LOSS_GRADIENT, STEP_GRADIENT, CLIPPING, CONTINUITY, VALIDATION_DRAWS, INITIAL)
+    names: tuple[str, ...] = (DRAWS, LOSS_GRADIENT, STEP_GRADIENT, CLIPPING, CONTINUITY, VALIDATION_DRAWS, INITIAL)
+    names += (EXPERTS, REPLAYED) if spec.arm.routing_replay else ()
     return (*names, REFERENCE) if spec.training.kl_coefficient > 0 else names
 
 

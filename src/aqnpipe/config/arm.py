@@ -63,6 +63,12 @@ class Arm(FrozenModel):
     importance_sampling: ImportanceSampling | None = Field(
         default=None, description="correction for the distance between the sampling and the trained policy; null: none"
     )
+    routing_replay: bool = Field(
+        default=False,
+        exclude_if=lambda replays: not replays,
+        description="of a mixture of experts: the policy is trained with the experts that the routers of its rollouts "
+        "chose, and its own scores of them",
+    )
     machine: str | None = Field(
         default=None,
         description="machine of the study whose simulated faults the policy has throughout training and in its "

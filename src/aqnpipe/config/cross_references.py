@@ -21,7 +21,7 @@ from aqnpipe.config.dataset import GeneratedDataset, LmEvalDataset, PromptFormat
 from aqnpipe.config.diagnosis import NEEDS_PARITY
 from aqnpipe.config.evaluation import expected_scorer, settings_of
 from aqnpipe.config.generation import is_without_vllm, name_of, why_not_shared, why_vllm_cannot_roll_out
-from aqnpipe.config.model import ModelConfig, known_config, noised_attention, num_layers_of, source_kind
+from aqnpipe.config.model import ModelConfig, known_config, may_route, noised_attention, num_layers_of, source_kind
 from aqnpipe.config.noise import FakeQuantization
 from aqnpipe.config.validation_messages import one_of, shown
 from aqnpipe.errors import ModelError
@@ -296,6 +296,13 @@ def _rolls_out_on_vllm(scope: Scope, arm: Arm, *_: str) -> str | None:
     return reason and f"generation.rollout_backend: transformers, vLLM cannot make its rollouts: {reason}"
 
 
+def _routed(scope: Scope, replays: bool, role: str) -> str | None:
+    """The choice of routers needs routers; most models of a hub are not known yet."""
+    model = scope.study.models[role]
+    is_dense = replays and (facts := _facts(model)) and not may_route(facts)
+    return f"false: model {role} ({model.source}) is no mixture of experts" if is_dense else None
+
+
 def _shared(scope: Scope, num_workers: int, role: str) -> str | None:
     """Tensor-parallel workers must be able to share the layers; most models of a hub are not known yet."""
     model = scope.study.models[role]
@@ -516,6 +523,7 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("noises[*].module_noise.error", _fits_vllm),
     ("models[*].attention", _fused_for_vllm),
     ("generation.tensor_parallel", _with_used_models(_shared)),
+    ("arms[*].routing_replay", _with_its_model(_routed)),
     ("arms[*]", _rolls_out_on_vllm),
     ("arms[*].operator_noise.error.figures", _no_figures),
     ("arms[*].operator_noise.error.source", _measured),

@@ -92,6 +92,8 @@ def why_vllm_cannot_roll_out(arm: Arm) -> str | None:
     for key, part in (("operator_noise", arm.operator_noise), ("module_noise", arm.module_noise)):
         if part is not None and part.is_active and "rollout" in part.phases and is_without_vllm(part.error):
             return f"{key}.error is {name_of(part.error)} in the rollout, expected a scaled error or a truncation"
+    if arm.routing_replay:
+        return "routing_replay is true, expected false: the experts that vLLM chooses are not read"
     noise = arm.operator_noise
     if noise is None or not noise.is_active or "rollout" not in noise.phases:
         return None

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, field_validator
 from aqnpipe.config.base import FrozenModel, refuse_pipe_or_device
 from aqnpipe.errors import ModelError
 
-BuiltinModel = Literal["tiny", "tiny-large", "tiny-comparison"]
+BuiltinModel = Literal["tiny", "tiny-large", "tiny-comparison", "tiny-mixture"]
 SourceKind = Literal["builtin", "folder", "hub"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["eager", "sdpa"]
@@ -182,6 +182,11 @@ def _settings(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _settings(key, inside)
     else:
         yield key, value
+
+
+def may_route(config: Mapping[str, Any]) -> bool:
+    """Return whether the content of a config.json names a number of experts, so that routers choose among them."""
+    return any("expert" in key and isinstance(value, int) and value > 1 for key, value in _settings("", config))
 
 
 def common_names(config: Mapping[str, Any]) -> dict[str, Any]:

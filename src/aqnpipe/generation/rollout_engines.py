@@ -16,6 +16,7 @@ from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.generation.vllm.weights import for_engine
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import norms_sha256, rms_norms
+from aqnpipe.models.routers import Routers
 from aqnpipe.models.sharding import gathered_weights
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection.faults import ActiveFaults
@@ -74,7 +75,8 @@ class TransformersRolloutEngine:
                 policy, rollout.spec, "rollout", key, recorder, faults=rollout.faults, hidden_sigmas=hidden_sigmas
             ),
         ):
-            return TransformersBackend(policy, self._tokenizer).generate(rollout.prompts, rollout.sampling)
+            backend = TransformersBackend(policy, self._tokenizer)
+            return backend.generate(rollout.prompts, rollout.sampling, routers=Routers(policy))
 
     def close(self) -> None:
         """Do nothing: there are no resources to free."""

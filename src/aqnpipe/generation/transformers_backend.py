@@ -27,6 +27,7 @@ from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.kv_cache import BufferPool, InPlaceLayer
 from aqnpipe.generation.stop_text import StopText
 from aqnpipe.models.layout import GROUPED_SDPA, takes_positions
+from aqnpipe.models.routers import ReadExperts, Routers
 
 _MAX_PREFILL_TOKENS = 2048
 """Prompt tokens per forward, including padding: few enough for the cache of a CPU."""
@@ -46,33 +47,47 @@ class TransformersBackend:
         self._padding_token: int = tokenizer.pad_token_id
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, share_prefix: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        share_prefix: bool = False,
+        routers: Routers | None = None,
     ) -> list[Completion]:
         """Return one completion per prompt, in order.
 
         With `share_prefix` the common prefix of all prompts may be computed once for all rows. Noise on the prefix
-        would then be the same in all rows.
+        would then be the same in all rows. With `routers`, those of the model, completions contain the experts that
+        they chose; not with a shared prefix.
         """
         if not prompts:
             return []
         is_finished = self._is_finished(sampling.stop_text)
         draws = None if sampling.temperature is None else _Draws(sampling, len(prompts), self._model.device)
+        experts = ReadExperts(routers, len(prompts)) if routers else None
         was_training = self._model.training
         self._model.eval()
         try:
-            responses = decode(
-                self._model,
-                prompts,
-                _most_probable if draws is None else draws,
-                is_finished=is_finished,
-                padding_token=self._padding_token,
-                limit=sampling.max_response_tokens,
-                pool=self._pool,
-                share_prefix=share_prefix,
-            )
+            with routers.observed() if routers else nullcontext():
+                responses = decode(
+                    self._model,
+                    prompts,
+                    _most_probable if draws is None else draws,
+                    is_finished=is_finished,
+                    padding_token=self._padding_token,
+                    limit=sampling.max_response_tokens,
+                    pool=self._pool,
+                    share_prefix=share_prefix,
+                    experts=experts,
+                )
         finally:
             self._model.train(was_training)
         completions = [Completion(ids, "stop" if is_finished(ids) else "length") for ids in responses]
+        if experts is not None:
+            completions = [
+                replace(completion, experts=of_row)
+                for completion, of_row in zip(completions, experts.of_rows(), strict=True)
+            ]
         if draws is None or not sampling.log_probabilities:
             return completions
         return [
@@ -148,6 +163,7 @@ def decode(
     limit: int,
     pool: BufferPool,
     share_prefix: bool = False,
+    experts: ReadExperts | None = None,
 ) -> list[list[int]]:
     """Return a response per prompt (token ids): the tokens until `is_finished(response)`, at most `limit`.
 
@@ -159,7 +175,7 @@ def decode(
     # Models whose attention transformers does not look up by name compare the name themselves, so it must stay.
     looked_up = getattr(model, "_supports_attention_backend", False)
     with torch.no_grad(), grouped_attention(model.config) if looked_up else nullcontext():
-        batch = _Batch(model, prompts, padding_token, limit, pool, share_prefix)
+        batch = _Batch(model, prompts, padding_token, limit, pool, share_prefix, experts)
         logits = batch.prefill()
         for step in range(1, limit + 1):
             tokens = choose(logits, batch.rows)
@@ -205,8 +221,9 @@ class _Batch:
         limit: int,
         pool: BufferPool,
         share_prefix: bool,
+        experts: ReadExperts | None,
     ) -> None:
-        self._model, self._device = model, model.device
+        self._model, self._device, self._experts = model, model.device, experts
         self._padding_token = padding_token
         self.rows = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
         self._prompts = [prompts[row] for row in self.rows]
@@ -235,7 +252,9 @@ class _Batch:
         """Read the prompts; return the logits [rows, vocabulary] after the last token of each."""
         if not self._in_place:
             mask, positions = self._visible[:, : self._width], self._positions[:, : self._width]
-            return self._forward(self._padded(self._prompts), self._cache, 1, mask, positions)[:, -1]
+            return self._forward(0, list(map(len, self._prompts)), self._padded(self._prompts), 1, mask, positions)[
+                :, -1
+            ]
         if self._prefix_length:
             self._prefill_rows(0, [self._prompts[0][: self._prefix_length]], 0)
             for layer in self._layers:
@@ -250,7 +269,7 @@ class _Batch:
         self._length += 1
         mask = self._bias[..., : self._length] if self._in_place else self._visible[:, : self._length]
         positions = self._positions[:, self._length - 1 : self._length]
-        return self._forward(tokens[:, None], self._cache, 1, mask, positions)[:, -1]
+        return self._forward(0, [1] * len(self.rows), tokens[:, None], 1, mask, positions)[:, -1]
 
     def keep(self, active: list[int]) -> Tensor:
         """Replace row i by the old row `active[i]` and drop all others; return `active` as a tensor."""
@@ -271,11 +290,11 @@ class _Batch:
 
     def _prefill_rows(self, first: int, prompts: Sequence[Sequence[int]], seen: int) -> Tensor:
         """Read prompts behind `seen` tokens, into rows from `first` on; return the logits [prompts, vocabulary]."""
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        ends, which = lengths.unique(return_inverse=True)
+        lengths = list(map(len, prompts))
+        ends, which = torch.tensor(lengths).unique(return_inverse=True)
         for layer in self._layers:
             layer.select_rows(first, len(prompts), seen)
-        logits = self._forward(self._padded(prompts), self._cache, (ends - 1).to(self._device), None, None)
+        logits = self._forward(first, lengths, self._padded(prompts), (ends - 1).to(self._device), None, None)
         return logits[torch.arange(len(prompts)), which]
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -287,17 +306,29 @@ class _Batch:
         return ids.to(self._device)
 
     def _forward(
-        self, ids: Tensor, cache: Cache, keep: int | Tensor, mask: Tensor | None, positions: Tensor | None
+        self,
+        first: int,
+        lengths: Sequence[int],
+        ids: Tensor,
+        keep: int | Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
     ) -> Tensor:
-        """Return the logits [rows, places, vocabulary] at the places `keep` of `ids`."""
+        """Return the logits [rows, places, vocabulary] at the places `keep` of `ids`.
+
+        `ids` are `lengths` tokens and padding of the rows from place `first` on.
+        """
         logits: Tensor = self._model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=keep,
         ).logits
+        if self._experts is not None:
+            rows = self.rows[first : first + len(lengths)]
+            self._experts.note(rows, lengths, padded_behind=self._in_place)
         return logits
 
 

@@ -79,21 +79,27 @@ class DecodingTrace:
         self._first: list[tuple[Tensor, Tensor]] = []
         self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
         self._kept: dict[tuple[int, int], Tensor] = {}
+        self._experts_of_prompts: list[Tensor] = []
+        self._experts_of_steps: list[Tensor] = []
         self._bytes = 0
         self.problems: list[Finding] = []
 
-    def note(self, kwargs: Mapping[str, Any], logits: Tensor) -> None:
-        """Note a forward with a cache by its arguments, and its logits [rows, places, vocabulary]."""
+    def note(self, kwargs: Mapping[str, Any], logits: Tensor, experts: Tensor | None = None) -> None:
+        """Note a forward with a cache by its arguments, its logits [rows, places, vocabulary], and experts if any ran.
+
+        experts [rows, places, slots]: those of a mixture that computed each token.
+        """
         ids = kwargs.get("input_ids")
         with unobserved():
             if not isinstance(ids, Tensor):
                 self.problems.append((None, "the model read no token ids"))
             elif self._is_prefill(kwargs["past_key_values"], ids):
-                self._note_prompts(ids, kwargs, logits)
+                self._note_prompts(ids, kwargs, logits, experts)
             elif ids.shape[1] != 1:
                 self.problems.append((None, f"a step read {tuple(ids.shape)} tokens, expected one of every row"))
             else:
                 self._steps.append((ids[:, 0], *self._note_logits(logits[:, -1], 1 + len(self._steps), 0)))
+                self._experts_of_steps += [] if experts is None else [experts]
 
     def _is_prefill(self, cache: Any, ids: Tensor) -> bool:
         seen = cache.get_seq_length() - ids.shape[1]
@@ -103,17 +109,19 @@ class DecodingTrace:
             self._first, self._kept = [], {}
         return len(self._read) < len(self.prompts)
 
-    def _note_prompts(self, ids: Tensor, kwargs: Mapping[str, Any], logits: Tensor) -> None:
+    def _note_prompts(self, ids: Tensor, kwargs: Mapping[str, Any], logits: Tensor, experts: Tensor | None) -> None:
         width, keep = ids.shape[1], kwargs.get("logits_to_keep")
         kept = keep.tolist() if isinstance(keep, Tensor) else list(range(width - logits.shape[1], width))
         rows, mask = ids.tolist(), kwargs.get("attention_mask")
         shown = mask[:, -width:].tolist() if isinstance(mask, Tensor) and mask.ndim == 2 else [[1] * width] * len(rows)
         first, places = len(self._read), []
-        for row, visible in zip(rows, shown, strict=True):
+        for number, (row, visible) in enumerate(zip(rows, shown, strict=True)):
             end = max((place for place, token in enumerate(row) if token != self._padding_token), default=width - 1)
             places.append(kept.index(end) if end in kept else len(kept) - 1)
             tokens = [token for token, is_visible in zip(row, visible, strict=True) if is_visible]
             self._read.append(without_padding(self._prefix + tokens, self._padding_token))
+            if experts is not None:
+                self._experts_of_prompts.append(experts[number][torch.tensor(visible) > 0][: len(self._read[-1])])
         index = torch.tensor(places, device=logits.device)
         self._first.append(self._note_logits(logits[torch.arange(len(rows), device=logits.device), index], 0, first))
 
@@ -238,6 +246,15 @@ class DecodingTrace:
                 draws = whole[choice.first_row + row].double().log()
                 found.append(Draw(row, step, responses[row][step], logits.double(), draws, choice.temperature or 1.0))
         return sorted(found, key=lambda draw: (draw.step, draw.row))
+
+    def experts(self, responses: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+        """Return by row the experts [tokens, slots] of the prompt, and of the response but its last token."""
+        rows_of = self._followed(responses)[0]
+        found = {row: [prompt] for row, prompt in zip(rows_of[0], self._experts_of_prompts, strict=False)}
+        for rows, of_step in zip(rows_of[1:], self._experts_of_steps, strict=False):
+            for row, of_row in zip(rows, of_step, strict=True):
+                found[row].append(of_row)
+        return {row: torch.cat(parts) for row, parts in found.items()}
 
     def noted_problem(self, noted: Sequence[Sequence[float]], responses: Sequence[Sequence[int]]) -> str | None:
         """Return where log-probabilities that the sampler noted are not those of the kept logits; None if nowhere."""

@@ -22,6 +22,7 @@ from aqnpipe.report.training import (
     leap_sentences,
     leap_table,
     leaps,
+    router_tables,
 )
 from aqnpipe.report.words import Words
 
@@ -364,7 +365,12 @@ def _training_figure(runs: Sequence[Run], keys: Sequence[SeriesKey], cut: Sequen
             )
             for group in _pictures(trained)
         ),
-        tables=(*([leap_table(found, words)] if found else []), distance_table(runs, words), *curves),
+        tables=(
+            *([leap_table(found, words)] if found else []),
+            distance_table(runs, words),
+            *router_tables(runs, words),
+            *curves,
+        ),
         alerts=alerts,
     )
 

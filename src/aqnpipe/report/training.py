@@ -117,26 +117,44 @@ def _leaps_of(run: Run, metric: str) -> Iterator[Leap]:
 
 def distance_table(runs: Sequence[Run], words: Words) -> Table:
     """Return how far sampler and trained policy are apart in the runs of each model, number format and arm."""
-    of_runs = pl.concat(
+    columns = (pl.col("logp_difference_mean", "sampler_kl").mean(), pl.col("logp_difference_max").max())
+    others = (pl.col("logp_difference_max").max().alias("largest"), pl.col("sampler_kl").mean())
+    return table("distances", _by_format(_means(runs, *columns), "logp_difference_mean", *others), words)
+
+
+def router_tables(runs: Sequence[Run], words: Words) -> list[Table]:
+    """Return how often routers of sampler and trained policy chose the same experts; nothing without such runs."""
+    means = _means(runs, pl.col("router_agreement", "tokens_routed_differently").mean()).drop_nulls()
+    if means.is_empty():
+        return []
+    rows = _by_format(means, "router_agreement", pl.col("tokens_routed_differently").mean().alias("tokens"))
+    return [table("routers", rows, words)]
+
+
+def _means(runs: Sequence[Run], *columns: pl.Expr) -> pl.DataFrame:
+    """Return a row of `columns` for each run, with its model, number format and arm."""
+    return pl.concat(
         run.metrics.select(
             pl.lit(run.model).alias("model"),
             pl.lit(str(run.record.config["dtype"])).alias("format"),
             pl.lit(run.arm).alias("arm"),
-            pl.col("logp_difference_mean", "sampler_kl").mean(),
-            pl.col("logp_difference_max").max(),
+            *columns,
         )
         for run in runs
     )
-    mean = pl.col("logp_difference_mean")
+
+
+def _by_format(of_runs: pl.DataFrame, column: str, *others: pl.Expr) -> Iterator[dict[str, Any]]:
+    """Yield a row per model, number format and arm: the runs, mean, lowest and highest of `column`, and `others`."""
+    value = pl.col(column)
     groups = of_runs.group_by("model", "format", "arm").agg(
         pl.len().alias("runs"),
-        mean.mean().alias("mean"),
-        mean.min().alias("lowest"),
-        mean.max().alias("highest"),
-        pl.col("logp_difference_max").max().alias("largest"),
-        pl.col("sampler_kl").mean(),
+        value.mean().alias("mean"),
+        value.min().alias("lowest"),
+        value.max().alias("highest"),
+        *others,
     )
-    return table("distances", groups.sort("model", "format", "arm").iter_rows(named=True), words)
+    yield from groups.sort("model", "format", "arm").iter_rows(named=True)
 
 
 def growth_sentences(runs: Sequence[Run], words: Words) -> list[str]:

@@ -69,10 +69,15 @@ _COLUMNS = {
     "logp_difference_max": "sampler/logp_difference_max",
     "sampler_kl": "sampler/kl",
 }
-_IMPORTANCE_RATIO = "sampling/importance_sampling_ratio/mean"
+_OPTIONAL_COLUMNS = {
+    "importance_ratio_mean": "sampling/importance_sampling_ratio/mean",
+    "router_agreement": "routers/agreement",
+    "tokens_routed_differently": "routers/tokens_differing",
+}
+"""Null where there is no correction, or no router whose choice the sampler noted."""
 _ROLLOUT_KEYS = (
     *("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio"),
-    *("sampler/logp_difference_mean", "sampler/logp_difference_max", "sampler/kl"),
+    *("sampler/logp_difference_mean", "sampler/logp_difference_max", "sampler/kl", *_OPTIONAL_COLUMNS.values()),
 )
 """Quantities that the trainer logs once per batch of rollouts."""
 
@@ -233,6 +238,7 @@ def _build_trainer(
         tokens_per_micro_batch=spec.training.tokens_per_micro_batch,
         autocast_dtype=autocast_dtype(spec),
         loss_scale=spec.loss_scale,
+        routing_replay=spec.arm.routing_replay,
         callbacks=[
             guard,
             CleanWeightsCallback(plan.recorder),
@@ -337,14 +343,14 @@ def _metrics_table(
         step = int(logged["step"])
         sync = syncs.get(step, sync)
         if "reward" in logged:
-            rollout = {key: logged[key] for key in (*_ROLLOUT_KEYS, _IMPORTANCE_RATIO) if key in logged}
+            rollout = {key: logged[key] for key in _ROLLOUT_KEYS if key in logged}
         entry = {**rollout, **logged}
         rows.append(
             {
                 "step": step,
                 **{column: float(entry[key]) for column, key in _COLUMNS.items()},
                 "kl": float(entry["kl"]) if "kl" in entry else None,
-                "importance_ratio_mean": entry.get(_IMPORTANCE_RATIO),
+                **{column: entry.get(key) for column, key in _OPTIONAL_COLUMNS.items()},
                 "sigma_requested": sync.sigma_requested if sync else 0.0,
                 "sigma_measured": sync.sigma_measured if sync else 0.0,
                 "validation_accuracy": validation_accuracy.get(step),
@@ -353,9 +359,9 @@ def _metrics_table(
     order = [
         "step", "epoch", "reward_mean", "reward_std", "kl", "entropy", "loss", "grad_norm", "clip_fraction",
         "response_tokens_mean", "truncated_fraction", "logp_difference_mean", "logp_difference_max", "sampler_kl",
-        "importance_ratio_mean", "sigma_requested", "sigma_measured", "validation_accuracy",
+        *_OPTIONAL_COLUMNS, "sigma_requested", "sigma_measured", "validation_accuracy",
     ]  # fmt: skip
-    schema_overrides = dict.fromkeys(("kl", "importance_ratio_mean", "validation_accuracy"), pl.Float64)
+    schema_overrides = dict.fromkeys(("kl", *_OPTIONAL_COLUMNS, "validation_accuracy"), pl.Float64)
     return pl.DataFrame(rows, schema_overrides=schema_overrides).select(order)
 
 

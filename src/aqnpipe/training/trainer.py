@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer with separate phases, each of which computes with exactly the noise requested for it.
 
 The class overrides private methods of the pinned TRL: `_tokenize_prompts`, `_generate_single_turn` (rollout),
-`_get_per_token_logps_and_entropies` (reference and actor), `training_step`, and `_get_grad_norm` of the Trainer.
+`_generate_and_score_completions`, `_get_per_token_logps_and_entropies` (reference and actor), `training_step`, and
+`_get_grad_norm` of the Trainer.
 tests/training/test_trl_contract.py pins their signatures.
 """
 
@@ -43,8 +44,12 @@ from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.policy import BaseWeights, compute_in
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.resume import ResumePoints, load_rank_state, load_tensors, own_tensors, save_rank_state
+from aqnpipe.training.routing import RoutedRollouts
 from aqnpipe.training.sampler_distance import SamplerDistance
 from aqnpipe.training.verification import LOSS, Verifier
+
+_ROW = "sampler_row"
+"""Number of a sequence among the rollouts of this worker, which TRL shuffles."""
 
 
 class PromptSampler(RepeatSampler):
@@ -100,6 +105,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         tokens_per_micro_batch: int | None = None,
         autocast_dtype: torch.dtype | None = None,
         loss_scale: int = 1,
+        routing_replay: bool = False,
         **kwargs: Any,
     ) -> None:
         self.noise_plan = noise_plan
@@ -137,6 +143,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         # other effect here, because this class draws and scores the rollouts itself.
         self.use_vllm = args.vllm_importance_sampling_correction
         self.resume_points = resume_points
+        self._routing = RoutedRollouts(self.policy, replays=routing_replay)
         audit.attach(self)
         with gathered_weights(self.policy):
             verifier.attach({name: weight for name, weight in self.policy.named_parameters() if weight.requires_grad})
@@ -183,8 +190,14 @@ class NoisyGRPOTrainer(GRPOTrainer):
             factors=plan.aqn_factors,
         )
         completions = self._rollouts.roll_out(self.policy, plan.recorder, rollout)
+        self._routing.begin(completions)
         self._log_sigma()
         return [answer.token_ids for answer in completions], [answer.log_probabilities or [] for answer in completions]
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """Return TRL's rollouts with the number of each row."""
+        rollouts: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        return {**rollouts, _ROW: torch.arange(len(rollouts["prompt_ids"]))}
 
     def _log_sigma(self) -> None:
         syncs = [row for row in self.noise_plan.recorder.rows.values() if row.operator == SYNC]
@@ -220,7 +233,8 @@ class NoisyGRPOTrainer(GRPOTrainer):
                 input_ids.shape[1] - logits_to_keep + group.completion,
             )
             ids, mask = input_ids[group.rows][:, columns], attention_mask[group.rows][:, columns]
-            with self._phase(model, phase, micro_step=first + index) as network:
+            routing = nullcontext() if phase == "reference" else self._routing.replayed(group.rows, mask)
+            with routing, self._phase(model, phase, micro_step=first + index) as network:
                 values, _ = self._computed(network, ids, mask, group.completion, compute_entropy=False)
             found[group.rows, : group.completion] = values
         return found, None, None
@@ -245,23 +259,20 @@ class NoisyGRPOTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, None]:
         """Return log-probabilities and entropies of a micro-batch, whose sampler the policy is compared with."""
         place, accumulation = self._step % self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        log_probabilities, entropies = self._computed(model, input_ids, attention_mask, logits_to_keep, compute_entropy)
-        if place < accumulation:
-            self._compare_with_sampler(
-                log_probabilities.detach(), self._micro_batches[place], place + 1 == accumulation
+        batches = self._micro_batches[place]
+        drawn, is_first_step = batches[self._micro_step], place < accumulation
+        with self._routing.compared(drawn[_ROW].tolist(), attention_mask) if is_first_step else nullcontext():
+            log_probabilities, entropies = self._computed(
+                model, input_ids, attention_mask, logits_to_keep, compute_entropy
             )
+        if is_first_step:
+            # Sampler and policy have the same weights until the end of the first step after a rollout.
+            sampled, mask = drawn["sampling_per_token_logps"], drawn["completion_mask"]
+            self._sampler_distance.add(sampled, log_probabilities.detach(), mask)
+            if place + 1 == accumulation and self._micro_step == len(batches) - 1:
+                for name, value in {**self._sampler_distance.settle(), **self._routing.settle()}.items():
+                    self._metrics["train"][name].append(value)
         return log_probabilities, entropies, None
-
-    def _compare_with_sampler(self, log_probabilities: Tensor, batches: Sequence[Batch], is_last_call: bool) -> None:
-        """Compare the actor's log-probabilities of a micro-batch with those of the sampler that drew its tokens.
-
-        Only in the first step after a rollout, when both have the same weights; logged at the end of that step.
-        """
-        drawn = batches[self._micro_step]
-        self._sampler_distance.add(drawn["sampling_per_token_logps"], log_probabilities, drawn["completion_mask"])
-        if is_last_call and self._micro_step == len(batches) - 1:
-            for name, value in self._sampler_distance.settle().items():
-                self._metrics["train"][name].append(value)
 
     @contextmanager
     def _phase(self, model: Any, phase: Phase, micro_step: int, *, backward: bool = False) -> Iterator[Any]:
@@ -322,7 +333,9 @@ class NoisyGRPOTrainer(GRPOTrainer):
         for self._micro_step, batch in enumerate(batches):
             is_last = self._micro_step == len(batches) - 1
             micro_step = self._step % self.args.gradient_accumulation_steps + self._micro_step
+            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
             with (
+                self._routing.replayed(batch[_ROW].tolist(), mask),
                 self._verified(model, batch, micro_step),
                 nullcontext() if is_last else self.accelerator.no_sync(model),
             ):

@@ -39,6 +39,7 @@ from aqnpipe.reference.decoder import Choice, DecodingTrace, unobserved
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import Errors
 from aqnpipe.training.audit.rollouts import AuditedEngine, Questions, RolloutAudit, check_decoding
+from aqnpipe.training.audit.routing import RoutingAudit
 from aqnpipe.training.audit.scoring import ScoringAudit, reaches_around
 from aqnpipe.training.audit.settings import (
     adapter_facts,
@@ -114,6 +115,7 @@ class TrainingAudit(TrainerCallback):
         self._rollouts = RolloutAudit(spec, questions, tokenizer, self._errors, self._report)
         self._scoring = ScoringAudit(spec, self._errors, self._report, tokenizer.eos_token_id)
         self._weights = WeightAudit(model, model_folder, spec.random_seed, self._errors, self._report)
+        self._routing = RoutingAudit(model, self._errors, self._report, replays=spec.arm.routing_replay)
         self._updates = Updates(spec, model, self._errors, self._report)
 
     def engine(self, engine: RolloutEngine) -> RolloutEngine:
@@ -353,7 +355,8 @@ class TrainingAudit(TrainerCallback):
             trace = self._validation or self._rollouts.trace
             if kwargs.get("past_key_values") is not None:
                 if trace is not None:
-                    trace.note(kwargs, output.logits.detach())
+                    experts = self._routing.of_pass(len(output.logits))
+                    trace.note(kwargs, output.logits.detach(), experts)
             elif _is_scoring(kwargs):
                 self._observe_scoring(kwargs, output.logits, module)
 
@@ -365,12 +368,15 @@ class TrainingAudit(TrainerCallback):
                 for problem in dropout_problems(module, self._spec, self._model_folder):
                     self._report(f"step {self._updates.steps + 1}: {problem}")
             self._logits = logits if is_audited else None
+            self._routing.check_replay(kwargs, self._scoring.book)
             self._scoring.observe(kwargs, logits, "trained", is_audited)
             return
         kind = "reference" if adapters_are_off(module) else "old"
         audited = self._audits_rollout(self._updates.steps)
         if kind == "reference" and audited:
             self._check_reference(module)
+        if kind == "old":
+            self._routing.check_replay(kwargs, self._scoring.book)
         self._scoring.observe(kwargs, logits, kind, audited)
 
     def _observe_reference(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from aqnpipe.artifacts.files import read_table
 from aqnpipe.artifacts.problems import ProblemTable
-from aqnpipe.artifacts.training_facts import DRAWS
+from aqnpipe.artifacts.training_facts import DRAWS, EXPERTS
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.examples import choose_examples
 from aqnpipe.data.graders import grader
@@ -127,6 +127,7 @@ class RolloutAudit:
             noted = [completion.log_probabilities or [] for completion in completions]
             if (problem := self._trace.noted_problem(noted, responses)) is not None:
                 self._report(f"{DRAWS}: {problem}")
+            self._check_experts(self._trace, completions)
             self._trace = None
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         golds = [self._questions.golds[question] for question in share]
@@ -148,8 +149,23 @@ class RolloutAudit:
             for question, response in zip(share, responses, strict=True)
         ]
         sampled = [completion.log_probabilities or [] for completion in completions]
-        values = zip(rows, rewards, grpo.centred(rewards, size), grpo.advantages(rewards, size), sampled, strict=True)
+        experts = [completion.experts for completion in completions]
+        centred, advantages = grpo.centred(rewards, size), grpo.advantages(rewards, size)
+        values = zip(rows, rewards, centred, advantages, sampled, experts, strict=True)
         return RolloutBook([Completed(*of_row) for of_row in values], tokens / workers)
+
+    def _check_experts(self, trace: DecodingTrace, completions: Sequence[Completion]) -> None:
+        """Compare the experts that the sampler noted with those that ran."""
+        ran = trace.experts([completion.token_ids for completion in completions])
+        noted = [completion.experts for completion in completions]
+        wrong = [
+            row for row, own in enumerate(noted) if own is not None and not torch.equal(own, ran.get(row, own[:0]))
+        ]
+        compared = sum(len(own) for own in noted if own is not None)
+        if compared:
+            self._errors.note(EXPERTS, compared, 2.0 if wrong else 0.0)
+        if wrong:
+            self._report(f"{EXPERTS}: row {wrong[0]}: they are not those that ran ({len(wrong)} of {len(noted)} rows)")
 
     def _rewards(self, texts: Sequence[str], golds: Sequence[str]) -> list[float]:
         """Return the rewards of completions again: 1 for those that are correct, or by the study's own functions."""

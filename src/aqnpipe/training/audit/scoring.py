@@ -39,13 +39,17 @@ Row = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class Completed:
-    """One completion of the current rollout, and its log-probabilities by place, as far as forwards computed them."""
+    """One completion of the current rollout, and its log-probabilities by place, as far as forwards computed them.
+
+    `sampled` and `experts` are what the sampler noted.
+    """
 
     row: Row
     reward: float
     centred: float
     advantage: float
     sampled: Sequence[float]
+    experts: Tensor | None = None
     reference: dict[int, float] | None = None
     old: dict[int, float] | None = None
     is_trained: bool = False
@@ -136,7 +140,7 @@ class ScoringAudit:
     def observe(self, kwargs: Mapping[str, Any], logits: Tensor, kind: str, is_audited: bool) -> None:
         """Note a scoring forward: `kind` is reference, old or trained. Call it outside all modes."""
         self.settle()
-        rows, columns = _rows_of(kwargs)
+        rows, columns = rows_of(kwargs)
         tokens, most = kwargs["input_ids"].numel(), self._spec.training.tokens_per_micro_batch
         if most is not None and tokens > most:
             self._report(f"a forward of {tokens} tokens, the study asks for at most {most} (tokens_per_micro_batch)")
@@ -328,7 +332,7 @@ def _log_probabilities(
     return values, torch.cat(directions) if directions else torch.empty(0)
 
 
-def _rows_of(kwargs: Mapping[str, Any]) -> tuple[list[Row], int]:
+def rows_of(kwargs: Mapping[str, Any]) -> tuple[list[Row], int]:
     """Return the rows that a scoring forward read, without padding, and its number of completion places."""
     ids, mask = kwargs["input_ids"].tolist(), kwargs["attention_mask"].tolist()
     columns = int(kwargs["logits_to_keep"]) - 1
