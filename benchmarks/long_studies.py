@@ -109,9 +109,10 @@ def evaluation(num_questions: int) -> None:
     """Evaluate `num_questions` questions under noise; print the growth of the memory."""
     from tiny_training import write_inputs
 
+    from aqnpipe.artifacts.runs import StageFiles
     from aqnpipe.config.run import EvaluationSpec
     from aqnpipe.evaluation import shards
-    from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+    from aqnpipe.evaluation.stage import evaluate
     from aqnpipe.runtime.jobs import logged_job
     from conftest import random_qwen2
 
@@ -126,7 +127,7 @@ def evaluation(num_questions: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs = write_inputs(folder, random_qwen2, num_problems=num_questions)
-        outputs = EvaluationOutputs(*(folder / f"out.{end}" for end in ("parquet", "receipt.json", "run.json")))
+        outputs = StageFiles(*(folder / f"out.{end}" for end in ("parquet", "receipt.json", "run.json")))
         began = time.perf_counter()
         stdout, stderr = os.dup(1), os.dup(2)
         with (

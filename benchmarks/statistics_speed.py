@@ -81,7 +81,8 @@ def write_evaluation(
     """Write an evaluation with random answers and responses of about 150 characters."""
     model, arm, seed, step = checkpoint
     base = folder / arm / f"seed{seed}"
-    source = EvaluationInput(*checkpoint, base / "table.parquet", base / "receipt.json", base / "run.json")
+    files = (base / name for name in ("table.parquet", "receipt.json", "run.json"))
+    source = EvaluationInput(*files, *checkpoint)
     number = num_questions * len(LEVELS)
     correct = draws.random(number) < np.repeat([0.7, 0.67, 0.6], num_questions)
     answers = [str(value) for value in draws.integers(0, 100, number)]

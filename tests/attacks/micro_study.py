@@ -189,7 +189,7 @@ class MicroStudy:
             spec or EvaluationSpec.model_validate(self.plan.evaluation_spec(**names)),
             Path(self.plan.checkpoint_input(**names)).parent,
             Path("results/data/test.parquet"),
-            evaluation.EvaluationOutputs(
+            evaluation.StageFiles(
                 folder / f"step{step}.parquet", folder / f"step{step}.receipt.json", folder / f"step{step}.run.json"
             ),
             lambda _: None,

@@ -9,13 +9,13 @@ import pytest
 from aqnpipe.artifacts.comparisons import MachineDifferenceTable
 from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, write_json
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.comparison.machines import compare_machines
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.config.study import load_study
 from aqnpipe.data.stage import prepare_data
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.models.loading import prepare_model
 from aqnpipe.report.machines import machine_parts
 from aqnpipe.report.words import load_words
@@ -58,7 +58,7 @@ def evaluated(tmp_path_factory):
                 own.evaluation_spec(model="checkpoints", arm="small", seed="0", step="0")
             )
             files = evaluation_files(Path("results"), *CHECKPOINT, machine)
-            outputs = EvaluationOutputs(files.table, files.receipt, files.record)
+            outputs = StageFiles(files.table, files.receipt, files.record)
             evaluate(spec, Path("results/models/small"), Path("results/data/test.parquet"), outputs)
     return folder
 

@@ -38,7 +38,7 @@ def load_one(source, scorer):
 
 
 def write(folder, rows):
-    source = EvaluationInput("base", "E5", 0, 10, *(folder / name for name in ("t.parquet", "r.json", "run.json")))
+    source = EvaluationInput(*(folder / name for name in ("t.parquet", "r.json", "run.json")), "base", "E5", 0, 10)
     columns = ["question_id", "noise_level", "noise_seed", "sample", "right", "answered", "cut"]
     table = pl.DataFrame(rows, schema=columns, orient="row")
     table = table.select(

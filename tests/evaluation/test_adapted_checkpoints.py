@@ -7,10 +7,10 @@ from tiny_training import NOISE, run, training_spec, write_builtin_inputs
 
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ModelError
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.models.adapted import ADAPTERS_FILE
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
@@ -47,7 +47,7 @@ def evaluated(results, run_folder, output, **evaluation):
         evaluation={**settings, **evaluation},
     )
     output.mkdir()
-    outputs = EvaluationOutputs(output / "t.parquet", output / "t.receipt.json", output / "t.run.json")
+    outputs = StageFiles(output / "t.parquet", output / "t.receipt.json", output / "t.run.json")
     evaluate(spec, run_folder / "checkpoints" / "step1", results / "test.parquet", outputs, lambda _: None)
     return outputs
 

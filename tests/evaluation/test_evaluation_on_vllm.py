@@ -11,11 +11,11 @@ from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.model import ModelConfig, builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ReceiptError
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.models.adapters import adapter_weights
 from aqnpipe.models.loading import load_tokenizer, prepare_model
@@ -58,7 +58,7 @@ def run(folder, problems, backend, say=lambda _: None, model=None, dtype="float3
         evaluation={"noise_levels": (0.0, 0.2), "noise_seeds": (0, 1), "max_response_tokens": 24, "batch_size": 4},
     )
     folder.mkdir()
-    outputs = EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+    outputs = StageFiles(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
     evaluate(spec, model or builtin_folder("tiny"), problems, outputs, say, **runner)
     return outputs
 

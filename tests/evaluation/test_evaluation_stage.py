@@ -8,11 +8,11 @@ from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ReceiptError
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 NUM_QUESTIONS = 7
@@ -53,7 +53,7 @@ def spec(**evaluation):
 
 
 def outputs(folder):
-    return EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+    return StageFiles(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
 
 
 def run(folder, model_dir, problems, **evaluation):

@@ -8,10 +8,10 @@ from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import DataError
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, score
+from aqnpipe.evaluation.stage import evaluate, score
 from aqnpipe.generation.backend import Completion
 
 
@@ -43,7 +43,7 @@ def files(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, model_dir, files):
-    outputs = EvaluationOutputs(*(tmp_path / name for name in ("t.parquet", "r.json", "run.json")))
+    outputs = StageFiles(*(tmp_path / name for name in ("t.parquet", "r.json", "run.json")))
 
     def evaluated(num_examples, train="given", max_response_tokens=4, **prompt):
         spec = EvaluationSpec(

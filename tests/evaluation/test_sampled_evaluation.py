@@ -7,13 +7,14 @@ from pydantic import ValidationError
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import StageFiles
 from aqnpipe.config.dataset import GeneratedDataset
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.generated import generate_problems
 from aqnpipe.evaluation.shards import sampling_of
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, pass_summary
+from aqnpipe.evaluation.stage import evaluate, pass_summary
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 NUM_QUESTIONS = 7
@@ -47,7 +48,7 @@ def run(problems, tmp_path_factory):
             model_role="base", arm_id="a", seed=0, step=1, dtype="float32", attention="eager", prompt={},
             evaluation=settings,
         )  # fmt: skip
-        outputs = EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+        outputs = StageFiles(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
         evaluate(spec, builtin_folder("tiny"), problems, outputs, (lines if lines is not None else []).append)
         return read_table(outputs.table, EvaluationTable), read_json(outputs.receipt, EvaluationReceipts)
 

@@ -9,7 +9,7 @@ from harness_tasks import NUM_QUESTIONS, TASKS
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluations
 from aqnpipe.config.dataset import LmEvalDataset
 from aqnpipe.config.model import builtin_folder
@@ -19,7 +19,7 @@ from aqnpipe.data.harness_task import HarnessTask
 from aqnpipe.data.loader import load_problems
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ReceiptError
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 pytest.importorskip("lm_eval")
@@ -51,7 +51,7 @@ def evaluated(folder, task, **evaluation):
         task=task,
     )
     prepare_data(task.model_dump(mode="json"), "test", folder / "test.parquet")
-    outputs = EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+    outputs = StageFiles(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
     evaluate(spec, builtin_folder("tiny"), folder / "test.parquet", outputs, lambda _: None)
     return outputs
 

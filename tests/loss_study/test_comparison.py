@@ -10,11 +10,11 @@ from scipy import stats
 from aqnpipe.artifacts.files import read_json, write_json, write_table
 from aqnpipe.artifacts.loss_studies import LossStudyFile, LossStudyTable
 from aqnpipe.artifacts.provenance import sha256_of_files
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.analysis import StatisticsConfig
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
 from aqnpipe.errors import DataError
-from aqnpipe.loss_study.comparison import LossInputs, compare_losses
+from aqnpipe.loss_study.comparison import compare_losses
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.table import AQN, Row
@@ -104,7 +104,7 @@ def write_losses(folder, means=MEANS, seed=0, documents=None, declared=True):
                     receipt=receipt_of(condition),
                 )
             )
-    inputs = LossInputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+    inputs = StageFiles(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
     write_table(inputs.table, pl.DataFrame(rows, schema_overrides={"order": pl.String}), LossStudyTable)
     receipts = LossStudyReceipts(
         vocabulary_size=VOCABULARY, num_layers=4, faulty_layers=(1,), gamma=0.01, passes=tuple(passes)

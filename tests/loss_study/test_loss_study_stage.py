@@ -12,12 +12,12 @@ from aqnpipe.artifacts.files import read_json, read_table, write_table
 from aqnpipe.artifacts.loss_studies import LossStudyTable
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.run import LossStudySpec
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.loss_study import stage
-from aqnpipe.loss_study.stage import LossStudyOutputs, loss_passes, loss_study, noised_layers
+from aqnpipe.loss_study.stage import loss_passes, loss_study, noised_layers
 from aqnpipe.models.loading import load_model
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyReceipts
 
@@ -65,7 +65,7 @@ def spec(faults=(FAULT,), **settings):
 
 
 def outputs(folder):
-    return LossStudyOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+    return StageFiles(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
 
 
 def run(folder, model_dir, problems, **settings):

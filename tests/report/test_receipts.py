@@ -41,7 +41,8 @@ def test_the_page_names_runs_and_evaluations_whose_engine_replayed_graphs():
             record = SimpleNamespace(device="8 x A100", code_digest="0" * 64, inputs_sha256={}, generation=generation)
             source = SimpleNamespace(model="base", arm=arm, seed=0, step=4, record="run.json")
             receipts = SimpleNamespace(facts=SimpleNamespace(**changes))
-            made.append(SimpleNamespace(**vars(source) | {"source": source, "record": record, "receipts": receipts}))
+            parts = {"source": source, "path": source.record, "record": record, "receipts": receipts}
+            made.append(SimpleNamespace(**vars(source) | parts))
         texts = [" ".join(map(str, row.cells)) for row in table_of(made, load_words("en"), lambda *where: "").rows]
         assert ["8 x A100, CUDA graphs without noise (vLLM)" in text for text in texts] == [True, False, False]
         assert all("8 x A100" in text for text in texts)

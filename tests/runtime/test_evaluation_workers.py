@@ -17,8 +17,9 @@ from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_table, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.runs import StageFiles
 from aqnpipe.errors import DeviceError, ModelError, WorkerError
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.runtime.evaluation_workers import evaluation_runner
 
@@ -58,7 +59,7 @@ def spec(**changes):
 
 
 def outputs(folder):
-    return EvaluationOutputs(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
+    return StageFiles(folder / "t.parquet", folder / "t.receipt.json", folder / "t.run.json")
 
 
 def run(folder, model_dir, problems, workers, say=lambda _: None, **changes):

@@ -12,8 +12,9 @@ from tiny_evaluation import evaluation_spec
 from aqnpipe.artifacts.files import write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
+from aqnpipe.artifacts.runs import StageFiles
 from aqnpipe.errors import ModelError, RunLockedError
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.runtime import evaluation_workers
 from aqnpipe.runtime.evaluation_workers import EvaluatedCheckpoint, evaluate_run
 from aqnpipe.runtime.locks import run_lock
@@ -38,7 +39,7 @@ def problems(tmp_path_factory):
 
 def checkpoint(step, folder, model, **changes):
     files = (folder / f"step{step}.{suffix}" for suffix in ("parquet", "receipt.json", "run.json"))
-    return EvaluatedCheckpoint(evaluation_spec(step=step, **changes), model, EvaluationOutputs(*files))
+    return EvaluatedCheckpoint(evaluation_spec(step=step, **changes), model, StageFiles(*files))
 
 
 def checkpoints(folder, models, **changes):

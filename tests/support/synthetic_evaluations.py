@@ -113,7 +113,7 @@ def write_evaluation(
     """Write one evaluation where the study's plan has it."""
     base = folder / made_up.config.results_dir / "eval" / "base" / arm / f"seed{seed}"
     paths = [base / f"step{step}.{suffix}" for suffix in ("parquet", "receipt.json", "run.json")]
-    source = EvaluationInput("base", arm, seed, step, *paths)
+    source = EvaluationInput(*paths, "base", arm, seed, step)
     settings = {"dtype": "float32", "evaluation": {"max_response_tokens": 40, "primary_scorer": "strict"}}
     made_up_files.write_evaluation(source, made_up, LOGITS[arm], num_questions, settings)
     return source

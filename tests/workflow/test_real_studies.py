@@ -17,13 +17,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table
-from aqnpipe.artifacts.runs import TrainingMetrics
+from aqnpipe.artifacts.runs import StageFiles, TrainingMetrics
 from aqnpipe.config.model import KNOWN_CONFIGS
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.config.study import load_study
 from aqnpipe.data.stage import prepare_data
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.models.loading import prepare_model
 from aqnpipe.models.shapes import shape_from_config
 from aqnpipe.noise.receipts.receipt import Receipt
@@ -126,7 +126,7 @@ def run_by_stages(plan: StudyPlan, arm: str, folder: Path) -> Path:
         EvaluationSpec.model_validate(plan.evaluation_spec(model=role, arm=arm, seed="0", step=str(num_steps))),
         run / "checkpoints" / f"step{num_steps}",
         folder / "test.parquet",
-        EvaluationOutputs(run / "answers.parquet", run / "answers.receipt.json", run / "answers.run.json"),
+        StageFiles(run / "answers.parquet", run / "answers.receipt.json", run / "answers.run.json"),
         lambda _: None,
     )
     return run

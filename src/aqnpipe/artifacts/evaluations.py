@@ -8,22 +8,20 @@ from typing import Optional
 import pandera.polars as pa
 
 from aqnpipe.artifacts.files import Table
+from aqnpipe.artifacts.runs import StageFiles
 from aqnpipe.config.base import evaluations_folder
 
 _RUN_AND_STEP = re.compile(r"seed([0-9]{1,18})/step([0-9]{1,18})\.parquet")
 
 
 @dataclass(frozen=True)
-class EvaluationFiles:
+class EvaluationFiles(StageFiles):
     """The files of the evaluation of one checkpoint; step 0 is the pretrained model."""
 
     model: str
     arm: str
     seed: int
     step: int
-    table: Path
-    receipt: Path
-    record: Path
 
     @property
     def identity(self) -> dict[str, str | int]:
@@ -34,11 +32,6 @@ class EvaluationFiles:
     def name(self) -> str:
         """The name of the evaluation in messages."""
         return f"{self.model}/{self.arm} seed {self.seed} step {self.step}"
-
-    @property
-    def exist(self) -> bool:
-        """Return whether all three files exist."""
-        return all(path.is_file() for path in (self.table, self.receipt, self.record))
 
 
 def evaluation_files(

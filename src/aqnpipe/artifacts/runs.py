@@ -6,6 +6,7 @@ removed after its evaluation, configuration, tokenizer and record stay, and the 
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandera.polars as pa
@@ -16,6 +17,20 @@ from aqnpipe.artifacts.files import Table, read_json
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.training_facts import TrainingFacts
 from aqnpipe.config.training import Keep
+
+
+@dataclass(frozen=True)
+class StageFiles:
+    """The files of an evaluation or a loss study: its table, the receipt of its noise, and the record of its job."""
+
+    table: Path
+    receipt: Path
+    record: Path
+
+    @property
+    def exist(self) -> bool:
+        """Return whether all three files exist."""
+        return all(path.is_file() for path in (self.table, self.receipt, self.record))
 
 
 class TrainingMetrics(Table):

@@ -246,17 +246,16 @@ def _evaluate(
 ) -> None:
     """Evaluate a checkpoint unless its evaluation is there, of these settings, inputs and code."""
     from aqnpipe.artifacts.evaluations import evaluation_files
-    from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, is_evaluated
+    from aqnpipe.evaluation.stage import evaluate, is_evaluated
 
     found = plan.evaluation_spec(model=CHECKPOINTS, arm=name, seed="0", step="0")
     spec = EvaluationSpec.model_validate(found)
     files = evaluation_files(Path(plan.results), CHECKPOINTS, name, 0, 0)
-    outputs = EvaluationOutputs(files.table, files.receipt, files.record)
-    if is_evaluated(spec, folder, outputs, *problems):
+    if is_evaluated(spec, folder, files, *problems):
         say(f"{CHECKPOINTS}/{name} : evaluated before with these settings", len(spec.evaluation.passes()))
         return
     files.table.parent.mkdir(parents=True, exist_ok=True)
-    evaluate(spec, folder, problems[0], outputs, say, problems[1])
+    evaluate(spec, folder, problems[0], files, say, problems[1])
 
 
 @contextmanager

@@ -7,7 +7,6 @@ that differs from the harness's ends the evaluation.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from aqnpipe.artifacts.files import read_json, read_table, write_json, write_tab
 from aqnpipe.artifacts.measured_errors import evaluation_with_figures
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, sha256_of_files, short_digest, versions
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import EvaluationSpec
@@ -47,20 +46,11 @@ MAKES_OWN_BATCHES = ("vllm",)
 """Backends that split and join the batches that they are given."""
 
 
-@dataclass(frozen=True)
-class EvaluationOutputs:
-    """The files that one evaluation writes."""
-
-    table: Path
-    receipt: Path
-    record: Path
-
-
 def evaluate(
     spec: EvaluationSpec,
     model_dir: Path,
     test_problems: Path,
-    outputs: EvaluationOutputs,
+    outputs: StageFiles,
     say: Callable[[str], None] = print,
     train_problems: Path | None = None,
     open_runner: OpenShardRunner = local_shard_runner,
@@ -119,7 +109,7 @@ def evaluate(
 
 def _write(
     spec: EvaluationSpec,
-    outputs: EvaluationOutputs,
+    outputs: StageFiles,
     table: pl.DataFrame,
     receipts: EvaluationReceipts,
     digests: dict[str, str],
@@ -145,12 +135,12 @@ def _write(
 def is_evaluated(
     spec: EvaluationSpec,
     model_dir: Path,
-    outputs: EvaluationOutputs,
+    outputs: StageFiles,
     test_problems: Path,
     train_problems: Path | None = None,
 ) -> bool:
     """Return whether `outputs` are those of this evaluation, unchanged: same settings, model, questions and code."""
-    if not all(path.is_file() for path in (outputs.table, outputs.receipt, outputs.record)):
+    if not outputs.exist:
         return False
     record = read_json(outputs.record, RunRecord)
     spec = evaluation_with_figures(spec)
@@ -215,7 +205,7 @@ def pass_summary(rows: pl.DataFrame, primary: str) -> str:
     return f"{correct}/{len(rows)} correct, {truncated} cut off; without an answer: {missing}"
 
 
-def _digests_of_outputs(outputs: EvaluationOutputs) -> dict[str, str]:
+def _digests_of_outputs(outputs: StageFiles) -> dict[str, str]:
     return sha256_of_files({"table": outputs.table, "receipt": outputs.receipt})
 
 

@@ -18,7 +18,7 @@ from aqnpipe.artifacts.base import Statement, statement
 from aqnpipe.artifacts.comparisons import ClaimVerdict, Family
 from aqnpipe.artifacts.files import read_json, read_table, write_json
 from aqnpipe.artifacts.loss_studies import LossStudyComparison, LossStudyCondition, LossStudyFile, LossStudyTable
-from aqnpipe.artifacts.runs import RunRecord, record_problems
+from aqnpipe.artifacts.runs import RunRecord, StageFiles, record_problems
 from aqnpipe.config.analysis import Direction, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
@@ -30,15 +30,6 @@ from aqnpipe.statistics.multiple_testing import holm_within_families
 
 _NOISY_CONDITIONS = ("global", "targeted", "healthy_layers", "wrong_layers", "random_layers")
 """Conditions with a fault and with noise, named by the place of the noise."""
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """Files of one loss study."""
-
-    table: Path
-    receipt: Path
-    record: Path
 
 
 @dataclass(frozen=True)
@@ -68,14 +59,15 @@ class _Contrast:
         return f"{self.treatment.condition}_vs_{self.control.condition}_{self.treatment.magnitude:g}{order}"
 
 
-def existing_losses(plan: StudyPlan) -> list[tuple[LossInputs, Path]]:
+def existing_losses(plan: StudyPlan) -> list[tuple[StageFiles, Path]]:
     """Return the loss studies whose table, receipt and record exist, each with the path of its comparisons."""
     suffixes = ("parquet", "receipt.json", "run.json", "claims.json")
     files = zip(*(map(Path, plan.loss_study_files(suffix)) for suffix in suffixes), strict=True)
-    return [(LossInputs(*paths), claims) for *paths, claims in files if all(path.is_file() for path in paths)]
+    studies = ((StageFiles(*paths), claims) for *paths, claims in files)
+    return [(found, claims) for found, claims in studies if found.exist]
 
 
-def compare_losses(inputs: LossInputs, settings: StatisticsConfig, output: Path) -> None:
+def compare_losses(inputs: StageFiles, settings: StatisticsConfig, output: Path) -> None:
     """Test every comparison of a loss study and write a `LossStudyFile`.
 
     Raises DataError if a file is malformed, a receipt is refused, table and receipts are not of the same passes, or

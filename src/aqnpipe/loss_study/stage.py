@@ -14,7 +14,7 @@ from aqnpipe.artifacts.files import read_table, write_json, write_table
 from aqnpipe.artifacts.loss_studies import LossStudyTable
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_files, versions
-from aqnpipe.artifacts.runs import RunRecord
+from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.loss_study import LossCondition, LossStudyConfig
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder, NoiseSpec, Phase
 from aqnpipe.config.run import LossStudySpec
@@ -31,15 +31,6 @@ from aqnpipe.noise.control_layers import control_layers
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-
-
-@dataclass(frozen=True)
-class LossStudyOutputs:
-    """Files that a loss study writes."""
-
-    table: Path
-    receipt: Path
-    record: Path
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ def loss_study(
     spec: LossStudySpec,
     model_dir: Path,
     test_problems: Path,
-    outputs: LossStudyOutputs,
+    outputs: StageFiles,
     say: Callable[[str], None] = print,
     train_problems: Path | None = None,
 ) -> None:

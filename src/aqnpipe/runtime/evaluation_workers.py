@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from aqnpipe.artifacts.provenance import code_digest
+from aqnpipe.artifacts.runs import StageFiles
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.device import Device, RequestedDevice, resolve_device
 from aqnpipe.errors import AqnpipeError, WorkerError
@@ -33,7 +34,7 @@ from aqnpipe.evaluation.shards import (
     local_shard_runner,
     run_shard,
 )
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate, is_evaluated
+from aqnpipe.evaluation.stage import evaluate, is_evaluated
 from aqnpipe.generation.noisy_passes import NoisyGenerator
 from aqnpipe.runtime.device_allocation import this_node
 from aqnpipe.runtime.locks import remove_locked, run_lock
@@ -256,7 +257,7 @@ class EvaluatedCheckpoint:
 
     spec: EvaluationSpec
     folder: Path
-    outputs: EvaluationOutputs
+    outputs: StageFiles
 
 
 def evaluate_run(
@@ -290,13 +291,13 @@ def evaluate_run(
         remove_locked(scratch)
 
 
-def _staged(checkpoint: EvaluatedCheckpoint, scratch: Path) -> EvaluationOutputs:
+def _staged(checkpoint: EvaluatedCheckpoint, scratch: Path) -> StageFiles:
     """Return where the files of a checkpoint wait; their names, which contain the step, are those of the outputs."""
     outputs = checkpoint.outputs
-    return EvaluationOutputs(*(scratch / getattr(outputs, field.name).name for field in fields(outputs)))
+    return StageFiles(*(scratch / getattr(outputs, field.name).name for field in fields(outputs)))
 
 
-def _move(staged: EvaluationOutputs, outputs: EvaluationOutputs) -> None:
+def _move(staged: StageFiles, outputs: StageFiles) -> None:
     for field in fields(outputs):
         target: Path = getattr(outputs, field.name)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -9,10 +9,11 @@ from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table
+from aqnpipe.artifacts.runs import StageFiles
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
 
 FEW = {"num_questions": 9, "noise_seeds": (0,)}
@@ -37,7 +38,7 @@ def run(data, tmp_path):
             model_role="base", arm_id="a", seed=0, step=1, dtype=dtype, attention=attention, prompt=prompt or {},
             faults=faults, evaluation=settings | evaluation,
         )  # fmt: skip
-        outputs = EvaluationOutputs(tmp_path / "t.parquet", tmp_path / "r.json", tmp_path / "run.json")
+        outputs = StageFiles(tmp_path / "t.parquet", tmp_path / "r.json", tmp_path / "run.json")
         evaluate(spec, model, data / "test", outputs, lambda _: None, data / "train")
         receipts = read_json(outputs.receipt, EvaluationReceipts)
         assert receipts.problems() == []

@@ -14,13 +14,14 @@ import torch
 import aqnpipe.evaluation.stage as stage
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.problems import ProblemTable
+from aqnpipe.artifacts.runs import StageFiles
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.errors import AqnpipeError
 from aqnpipe.evaluation import shards
 from aqnpipe.evaluation.shards import ShardRunner, local_shard_runner
-from aqnpipe.evaluation.stage import EvaluationOutputs, evaluate
+from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.generation import transformers_backend
 from aqnpipe.generation.kv_cache import InPlaceLayer
 from aqnpipe.generation.noisy_passes import TransformersPasses
@@ -54,7 +55,7 @@ def run(data, tmp_path):
             model_role="base", arm_id="a", seed=0, step=1, dtype="float32", attention=attention, prompt=prompt or {},
             evaluation=settings | evaluation,
         )  # fmt: skip
-        outputs = EvaluationOutputs(tmp_path / "t.parquet", tmp_path / "r.json", tmp_path / "run.json")
+        outputs = StageFiles(tmp_path / "t.parquet", tmp_path / "r.json", tmp_path / "run.json")
         evaluate(spec, TINY, data / "test", outputs, lambda _: None, data / "train", open_runner)
         return outputs
 
