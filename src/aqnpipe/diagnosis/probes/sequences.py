@@ -263,8 +263,7 @@ class _Observer:
 
     def _norm_hook(self, index: int, site: str, module: nn.Module) -> RemovableHandle:
         """Compare every call of a norm: a norm of heads has rows of its own for each."""
-        weight = weight_of(module)
-        unit = 0.0 if subtracts_mean(module) else norm_offset(module, weight.dtype, weight.device)
+        unit = _unit(module)
 
         def check(own: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             with on_host():
@@ -304,6 +303,12 @@ class _Observer:
         self.observation.checks.append(compare(probe, index, site, wanted.cpu(), seen))
 
 
+def _unit(norm: nn.Module) -> float:
+    """Return what a norm adds to its weight."""
+    weight = weight_of(norm)
+    return 0.0 if subtracts_mean(norm) else norm_offset(norm, weight.dtype, weight.device)
+
+
 def _blocks_with_end(sites: LayerSites) -> list[tuple[str, nn.Module, nn.Module]]:
     """Return site, module and last linear of attention and MLP; a mixture of experts ends in no linear."""
     found = []
@@ -325,7 +330,9 @@ def _residual_check(index: int, call: _LayerCall, output: Tensor) -> Check | Non
         return None
     with on_host():
         h, a, m = (tensor.detach().cpu().reshape(host.shape) for tensor in (call.hidden, *call.branches))
-        sums = ((h + a) + m, (a + m) + h, (h + m) + a)
+        # A fused kernel does not round the sum in between.
+        fused = ((h.float() + a.float()) + m.float()).to(host.dtype)
+        sums = ((h + a) + m, (a + m) + h, (h + m) + a, fused)
         best = min(sums, key=lambda total: int((total != host).sum()))
     return compare("residual", index, "layer_output", best, host)
 
@@ -369,33 +376,53 @@ def _block_hooks(sites: LayerSites, layer: int, record: Callable[[Check], None])
 
 @dataclass
 class _Written:
-    """The input of the layer in its current call, and what its modules wrote so far: norms and attention."""
+    """The input of the layer in its current call, and what its modules wrote so far: norms and attention.
 
+    `norms`: the norms of the layer and what each adds to its weight; `called`: the modules that ran in this call.
+    """
+
+    norms: dict[nn.Module, float]
     hidden: Tensor | None = None
     outputs: list[Tensor] = field(default_factory=list)
+    called: set[nn.Module] = field(default_factory=set)
 
     def begin(self, hidden: Tensor) -> None:
-        self.hidden, self.outputs = hidden, []
+        self.hidden, self.outputs, self.called = hidden, [], set()
 
-    def candidates(self, like: Tensor) -> list[Tensor]:
-        """Return on the host, in the shape of `like`, what a block that reads `like` may have read."""
+    def add(self, module: nn.Module, output: Tensor) -> None:
+        self.outputs.append(output)
+        self.called.add(module)
+
+    def read(self, like: Tensor) -> list[Tensor]:
+        """Return on the host, in the shape of `like`, the input of the layer and the outputs of its modules."""
         if self.hidden is None or self.hidden.numel() != like.numel():
             return []
         same = (tensor for tensor in (self.hidden, *self.outputs) if tensor.numel() == like.numel())
-        hidden, *outputs = (tensor.detach().cpu().reshape(like.shape) for tensor in same)
-        return [hidden, *outputs, *(hidden + output for output in outputs)]
+        return [tensor.detach().cpu().reshape(like.shape).to(like.dtype) for tensor in same]
+
+    def fused(self, layer: int, site: str, seen: Tensor) -> Iterator[Check]:
+        """Yield the checks of `seen` as the output of a norm that was not called, of a sum that may not be rounded."""
+        hidden, *outputs = self.read(seen)
+        for norm, unit in self.norms.items():
+            if norm not in self.called:
+                for x in (hidden, *(hidden + own for own in outputs), *(hidden.double() + own for own in outputs)):
+                    yield norm_in_model(norm, layer, site, unit, x, seen)
 
 
 def _handoff_hooks(sites: LayerSites, layer: int, record: Callable[[Check], None]) -> list[RemovableHandle]:
-    written = _Written()
+    norms = {module: _unit(module) for module in sites.norms.values() if has_answer(module)}
+    written = _Written({module: unit for module, unit in norms.items() if module in set(sites.layer.children())})
 
     def compare_input(site: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with on_host():
             seen = first_input(args, kwargs).detach().cpu()
-            candidates = written.candidates(seen)
-            if candidates:
+            read = written.read(seen)
+            if read:
+                candidates = (*read, *(read[0] + output for output in read[1:]))
                 best = min(candidates, key=lambda tensor: int(differs(tensor, seen).sum()))
-                record(compare("handoff", layer, site, best, seen))
+                own = compare("handoff", layer, site, best, seen)
+                fused = written.fused(layer, site, seen) if own.mismatch else ()
+                record(next((check for check in fused if not check.mismatch), own))
 
     blocks = [(_ATTENTION_INPUT, sites.attention)]
     if not isinstance(sites.mlp, nn.Linear):  # the layers of OPT have no module around their MLP
@@ -403,7 +430,7 @@ def _handoff_hooks(sites: LayerSites, layer: int, record: Callable[[Check], None
     handles = [
         sites.layer.register_forward_pre_hook(lambda m, a, kw: written.begin(first_input(a, kw)), with_kwargs=True),
         *(
-            module.register_forward_hook(lambda m, a, out: written.outputs.append(first_tensor(out)))
+            module.register_forward_hook(lambda m, a, out: written.add(m, first_tensor(out)))
             for module in sites.layer.children()
         ),
     ]
