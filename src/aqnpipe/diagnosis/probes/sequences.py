@@ -237,8 +237,10 @@ class _Observer:
     def hooks_of_layer(self, index: int, sites: LayerSites) -> list[RemovableHandle]:
         """Register the hooks of a layer, its blocks and their ends."""
         layer = sites.layer
-        norms = sites.norms.items() if self.is_known else ()
-        handles = [self._norm_hook(index, name, module) for name, module in norms if has_answer(module)]
+        # What a norm adds to its weight is found by a call, before any hook of this layer is there.
+        known = sites.norms.items() if self.is_known else ()
+        norms = {module: (name, _unit(module)) for name, module in known if has_answer(module)}
+        handles = [self._norm_hook(index, module, *facts) for module, facts in norms.items()]
         handles += [
             layer.register_forward_pre_hook(lambda m, a, kw: self._enter(index, a, kw), with_kwargs=True),
             layer.register_forward_hook(lambda m, a, out: self._leave(index, first_tensor(out))),
@@ -249,7 +251,9 @@ class _Observer:
             )
         if not self.is_known:
             return handles
-        handles += _block_hooks(sites, index, self.observation.checks.append)
+        fusable = {module: norms[module][1] for module in layer.children() if module in norms}
+        handles += _handoff_hooks(sites, index, fusable, self.observation.checks.append)
+        handles += _mixture_hooks(sites.mlp, index, self.observation.checks.append)
         for site, block, end in _blocks_with_end(sites):
             handles += [
                 end.register_forward_hook(lambda m, a, out: self.ends.__setitem__(m, out)),
@@ -261,9 +265,8 @@ class _Observer:
                 handles.append(end.register_forward_pre_hook(lambda m, a: self._compare_feed(index, a[0])))
         return handles
 
-    def _norm_hook(self, index: int, site: str, module: nn.Module) -> RemovableHandle:
+    def _norm_hook(self, index: int, module: nn.Module, site: str, unit: float) -> RemovableHandle:
         """Compare every call of a norm: a norm of heads has rows of its own for each."""
-        unit = _unit(module)
 
         def check(own: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             with on_host():
@@ -369,11 +372,6 @@ def _table_checks(model: nn.Module, observation: Observation, untested: dict[str
     return checks
 
 
-def _block_hooks(sites: LayerSites, layer: int, record: Callable[[Check], None]) -> list[RemovableHandle]:
-    """Register hooks that pass the checks of a layer's blocks to `record` in every call of the layer."""
-    return [*_handoff_hooks(sites, layer, record), *_mixture_hooks(sites.mlp, layer, record)]
-
-
 @dataclass
 class _Written:
     """The input of the layer in its current call, and what its modules wrote so far: norms and attention.
@@ -409,9 +407,11 @@ class _Written:
                     yield norm_in_model(norm, layer, site, unit, x, seen)
 
 
-def _handoff_hooks(sites: LayerSites, layer: int, record: Callable[[Check], None]) -> list[RemovableHandle]:
-    norms = {module: _unit(module) for module in sites.norms.values() if has_answer(module)}
-    written = _Written({module: unit for module, unit in norms.items() if module in set(sites.layer.children())})
+def _handoff_hooks(
+    sites: LayerSites, layer: int, norms: dict[nn.Module, float], record: Callable[[Check], None]
+) -> list[RemovableHandle]:
+    """Compare what the blocks of a layer read in every call; `norms` are those that a kernel may have fused."""
+    written = _Written(norms)
 
     def compare_input(site: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with on_host():
