@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from types import MethodType
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from random_models import random_mixture_of
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.exact_probes import run_exact, tokens_needed
 from aqnpipe.diagnosis.verdict import judge
+from aqnpipe.models.layout import decoder_layers
 
 CONFIG = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.02, miss_probability=0.1)
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
@@ -184,6 +186,38 @@ def test_roots_and_exponentials_off_by_an_ulp_are_healthy(model_of, on_device, d
     model = model_of(architecture, dtype)
     on_device(rsqrt=inexact_rsqrt, silu=fast_silu)
     assert run_exact(model, CONFIG).faults == ()
+
+
+def fused_layer(rounds_sum=True, gain=1.0):
+    """The forward of a decoder layer in which one kernel adds the residual and normalises the unrounded sum."""
+
+    def forward(self, hidden_states, **kwargs):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        total, norm = hidden_states.float() + attended.float(), self.post_attention_layernorm
+        normal = total * RSQRT(total.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+        fed = self.mlp((normal * norm.weight.float() * gain).to(attended.dtype))
+        return total.to(fed.dtype) + fed if rounds_sum else (total + fed.float()).to(fed.dtype)
+
+    return forward
+
+
+@pytest.mark.parametrize("rounds_sum", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_and_a_norm_in_one_kernel_are_healthy(model_of, dtype, rounds_sum):
+    """The norm is not called as a module, and reads the sum before it is rounded, as in vLLM or compiled code."""
+    model = model_of(dtype=dtype)
+    for layer in decoder_layers(model):
+        layer.forward = MethodType(fused_layer(rounds_sum), layer)
+    assert run_exact(model, CONFIG).faults == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fault_in_a_kernel_of_a_sum_and_a_norm_is_found(model_of, dtype):
+    model = model_of(dtype=dtype)
+    gain = 1 + 0.1 * (torch.arange(64) == 5)
+    for layer, own in zip(decoder_layers(model), (1.0, gain), strict=True):
+        layer.forward = MethodType(fused_layer(gain=own), layer)
+    assert {(fault.layers, fault.site) for fault in run_exact(model, CONFIG).faults} == {((1,), "mlp_input")}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

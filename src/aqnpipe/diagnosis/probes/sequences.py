@@ -237,8 +237,10 @@ class _Observer:
     def hooks_of_layer(self, index: int, sites: LayerSites) -> list[RemovableHandle]:
         """Register the hooks of a layer, its blocks and their ends."""
         layer = sites.layer
-        norms = sites.norms.items() if self.is_known else ()
-        handles = [self._norm_hook(index, name, module) for name, module in norms if has_answer(module)]
+        # What a norm adds to its weight is found by a call, before any hook of this layer is there.
+        known = sites.norms.items() if self.is_known else ()
+        norms = {module: (name, _unit(module)) for name, module in known if has_answer(module)}
+        handles = [self._norm_hook(index, module, *facts) for module, facts in norms.items()]
         handles += [
             layer.register_forward_pre_hook(lambda m, a, kw: self._enter(index, a, kw), with_kwargs=True),
             layer.register_forward_hook(lambda m, a, out: self._leave(index, first_tensor(out))),
@@ -249,7 +251,9 @@ class _Observer:
             )
         if not self.is_known:
             return handles
-        handles += _block_hooks(sites, index, self.observation.checks.append)
+        fusable = {module: norms[module][1] for module in layer.children() if module in norms}
+        handles += _handoff_hooks(sites, index, fusable, self.observation.checks.append)
+        handles += _mixture_hooks(sites.mlp, index, self.observation.checks.append)
         for site, block, end in _blocks_with_end(sites):
             handles += [
                 end.register_forward_hook(lambda m, a, out: self.ends.__setitem__(m, out)),
@@ -261,10 +265,8 @@ class _Observer:
                 handles.append(end.register_forward_pre_hook(lambda m, a: self._compare_feed(index, a[0])))
         return handles
 
-    def _norm_hook(self, index: int, site: str, module: nn.Module) -> RemovableHandle:
+    def _norm_hook(self, index: int, module: nn.Module, site: str, unit: float) -> RemovableHandle:
         """Compare every call of a norm: a norm of heads has rows of its own for each."""
-        weight = weight_of(module)
-        unit = 0.0 if subtracts_mean(module) else norm_offset(module, weight.dtype, weight.device)
 
         def check(own: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             with on_host():
@@ -304,6 +306,12 @@ class _Observer:
         self.observation.checks.append(compare(probe, index, site, wanted.cpu(), seen))
 
 
+def _unit(norm: nn.Module) -> float:
+    """Return what a norm adds to its weight."""
+    weight = weight_of(norm)
+    return 0.0 if subtracts_mean(norm) else norm_offset(norm, weight.dtype, weight.device)
+
+
 def _blocks_with_end(sites: LayerSites) -> list[tuple[str, nn.Module, nn.Module]]:
     """Return site, module and last linear of attention and MLP; a mixture of experts ends in no linear."""
     found = []
@@ -325,7 +333,9 @@ def _residual_check(index: int, call: _LayerCall, output: Tensor) -> Check | Non
         return None
     with on_host():
         h, a, m = (tensor.detach().cpu().reshape(host.shape) for tensor in (call.hidden, *call.branches))
-        sums = ((h + a) + m, (a + m) + h, (h + m) + a)
+        # A fused kernel does not round the sum in between.
+        fused = ((h.float() + a.float()) + m.float()).to(host.dtype)
+        sums = ((h + a) + m, (a + m) + h, (h + m) + a, fused)
         best = min(sums, key=lambda total: int((total != host).sum()))
     return compare("residual", index, "layer_output", best, host)
 
@@ -362,40 +372,57 @@ def _table_checks(model: nn.Module, observation: Observation, untested: dict[str
     return checks
 
 
-def _block_hooks(sites: LayerSites, layer: int, record: Callable[[Check], None]) -> list[RemovableHandle]:
-    """Register hooks that pass the checks of a layer's blocks to `record` in every call of the layer."""
-    return [*_handoff_hooks(sites, layer, record), *_mixture_hooks(sites.mlp, layer, record)]
-
-
 @dataclass
 class _Written:
-    """The input of the layer in its current call, and what its modules wrote so far: norms and attention."""
+    """The input of the layer in its current call, and what its modules wrote so far: norms and attention.
 
+    `norms`: the norms of the layer and what each adds to its weight; `called`: the modules that ran in this call.
+    """
+
+    norms: dict[nn.Module, float]
     hidden: Tensor | None = None
     outputs: list[Tensor] = field(default_factory=list)
+    called: set[nn.Module] = field(default_factory=set)
 
     def begin(self, hidden: Tensor) -> None:
-        self.hidden, self.outputs = hidden, []
+        self.hidden, self.outputs, self.called = hidden, [], set()
 
-    def candidates(self, like: Tensor) -> list[Tensor]:
-        """Return on the host, in the shape of `like`, what a block that reads `like` may have read."""
+    def add(self, module: nn.Module, output: Tensor) -> None:
+        self.outputs.append(output)
+        self.called.add(module)
+
+    def read(self, like: Tensor) -> list[Tensor]:
+        """Return on the host, in the shape of `like`, the input of the layer and the outputs of its modules."""
         if self.hidden is None or self.hidden.numel() != like.numel():
             return []
         same = (tensor for tensor in (self.hidden, *self.outputs) if tensor.numel() == like.numel())
-        hidden, *outputs = (tensor.detach().cpu().reshape(like.shape) for tensor in same)
-        return [hidden, *outputs, *(hidden + output for output in outputs)]
+        return [tensor.detach().cpu().reshape(like.shape).to(like.dtype) for tensor in same]
+
+    def fused(self, layer: int, site: str, seen: Tensor) -> Iterator[Check]:
+        """Yield the checks of `seen` as the output of a norm that was not called, of a sum that may not be rounded."""
+        hidden, *outputs = self.read(seen)
+        for norm, unit in self.norms.items():
+            if norm not in self.called:
+                for x in (hidden, *(hidden + own for own in outputs), *(hidden.double() + own for own in outputs)):
+                    yield norm_in_model(norm, layer, site, unit, x, seen)
 
 
-def _handoff_hooks(sites: LayerSites, layer: int, record: Callable[[Check], None]) -> list[RemovableHandle]:
-    written = _Written()
+def _handoff_hooks(
+    sites: LayerSites, layer: int, norms: dict[nn.Module, float], record: Callable[[Check], None]
+) -> list[RemovableHandle]:
+    """Compare what the blocks of a layer read in every call; `norms` are those that a kernel may have fused."""
+    written = _Written(norms)
 
     def compare_input(site: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with on_host():
             seen = first_input(args, kwargs).detach().cpu()
-            candidates = written.candidates(seen)
-            if candidates:
+            read = written.read(seen)
+            if read:
+                candidates = (*read, *(read[0] + output for output in read[1:]))
                 best = min(candidates, key=lambda tensor: int(differs(tensor, seen).sum()))
-                record(compare("handoff", layer, site, best, seen))
+                own = compare("handoff", layer, site, best, seen)
+                fused = written.fused(layer, site, seen) if own.mismatch else ()
+                record(next((check for check in fused if not check.mismatch), own))
 
     blocks = [(_ATTENTION_INPUT, sites.attention)]
     if not isinstance(sites.mlp, nn.Linear):  # the layers of OPT have no module around their MLP
@@ -403,7 +430,7 @@ def _handoff_hooks(sites: LayerSites, layer: int, record: Callable[[Check], None
     handles = [
         sites.layer.register_forward_pre_hook(lambda m, a, kw: written.begin(first_input(a, kw)), with_kwargs=True),
         *(
-            module.register_forward_hook(lambda m, a, out: written.outputs.append(first_tensor(out)))
+            module.register_forward_hook(lambda m, a, out: written.add(m, first_tensor(out)))
             for module in sites.layer.children()
         ),
     ]
