@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from aqnpipe.artifacts.diagnoses import DiagnosisFile, LayerTable, SigmaFile
 from aqnpipe.artifacts.files import read_json, read_yaml
 from aqnpipe.cli.main import app
-from aqnpipe.errors import ConfigError, DataError, ModelError
+from aqnpipe.errors import ConfigError, DataError, ModelError, StorageError
 
 FAULT = "type=saturation,layer=2,magnitude=0.3,sparsity=0.001,site=o_proj"
 
@@ -54,6 +54,16 @@ def test_fault_is_exit_3_and_the_json_says_where(diagnosis):
     assert content["layers"][2]["faulty_sites"] == ["o_proj"]
     assert content["layers"][0]["scans"].keys() == LayerTable.to_schema().columns.keys()
     assert content["simulated_faults"][0]["faulty_channels"] == 1
+
+
+def test_a_reproducer_goes_to_a_folder_that_exists(bare_model, tmp_path):
+    with pytest.raises(StorageError, match="--reproducer"):
+        raise aqnpipe("diagnose", bare_model, "--reproducer", tmp_path / "none").exception
+    fault = "type=bias,layer=1,magnitude=0.5,site=o_proj"
+    result = aqnpipe("diagnose", bare_model, "--method", "exact", "--fault", fault, "--reproducer", tmp_path)
+    assert result.exit_code == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["operands.safetensors", "reproduce.py"]
+    assert "The fault is simulated; nothing follows for this device." in result.stdout
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import adapters_off, has_adapters
-from aqnpipe.models.sharding import average_whole_gradients, gathered_weights, shard_model, split_groups
+from aqnpipe.models.sharding import average_whole_gradients, shard_model, split_groups
 from aqnpipe.models.shares import is_sharded, local
 from aqnpipe.noise.aqn import noised_actor
 from aqnpipe.noise.injection.faults import ActiveFaults
@@ -145,8 +145,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         self.resume_points = resume_points
         self._routing = RoutedRollouts(self.policy, replays=routing_replay)
         audit.attach(self)
-        with gathered_weights(self.policy):
-            verifier.attach({name: weight for name, weight in self.policy.named_parameters() if weight.requires_grad})
+        verifier.attach(self.policy)
 
     @property
     def policy(self) -> Any:

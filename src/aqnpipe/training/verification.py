@@ -28,6 +28,7 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import VerificationError
 from aqnpipe.machine.places import Places
 from aqnpipe.models.parts import parts_of
+from aqnpipe.models.sharding import gathered_weights
 from aqnpipe.models.shares import local
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
@@ -144,10 +145,14 @@ class Verifier:
         self._label, self._seed, self._folder = label, spec.random_seed, folder
         self._run: DigestedRun | None = None
 
-    def attach(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Observe the gradients of these weights; those of a sharded model must be gathered at present."""
-        for name, weight in trained.items() if self._steps else ():
-            weight.register_hook(partial(self.note, f"the gradient of {name}"))
+    def attach(self, policy: nn.Module) -> None:
+        """Observe the gradients of the trained weights; those of a sharded model arrive at the gathered ones."""
+        if not self._steps:
+            return
+        with gathered_weights(policy):
+            for name, weight in policy.named_parameters():
+                if weight.requires_grad:
+                    weight.register_hook(partial(self.note, f"the gradient of {name}"))
 
     def is_drawn(self, step: int, micro_batch: int, num_micro_batches: int) -> bool:
         """Return whether this micro-batch of optimiser step `step`, counted from 1, is computed twice."""
