@@ -9,6 +9,7 @@ from kill_server import KillServer, tree
 from random_models import random_mixture_of
 from tiny_training import AQN, NOISE, run, training_spec, write_inputs
 from transformers import AutoConfig, AutoModelForCausalLM
+from two_workers import logs, run_together
 
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
@@ -214,6 +215,20 @@ def test_a_killed_replay_continues_byte_for_byte(inputs, tmp_path):
         assert last.code == 0, last.said
     assert last.steps == [2]
     assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_workers_replay_with_whole_and_with_shared_weights(inputs, tmp_path):
+    jobs = []
+    for parallelism in ("data", "fsdp"):
+        settings = {"num_workers": 2, "parallelism": parallelism, "micro_batch_size": 2, "gradient_checkpointing": True}
+        spec = replaying(training_spec(NOISE, **settings)).model_dump(mode="json")
+        folder = str(tmp_path / parallelism)
+        jobs.append({"kind": "train", "folder": folder, "inputs": str(inputs.model.parent), "spec": spec})
+    assert run_together(jobs, tmp_path / "logs") == [0, 0], logs(tmp_path / "logs")
+    data, shared = (metrics(tmp_path / parallelism / "run") for parallelism in ("data", "fsdp"))
+    assert set(data["router_agreement"]) == set(shared["router_agreement"]) == {1.0}
+    assert shared["loss"].to_list() == pytest.approx(data["loss"].to_list(), abs=1e-4)
 
 
 @contextlib.contextmanager
