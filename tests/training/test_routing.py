@@ -16,7 +16,7 @@ from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.artifacts.training_facts import EXPERTS, REPLAYED, fact_problems
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
-from aqnpipe.generation.backend import Completion, Sampling
+from aqnpipe.generation.backend import Completion, RoutedCompletion, Sampling
 from aqnpipe.generation.rollout_engines import TransformersRolloutEngine
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_tokenizer
@@ -252,7 +252,7 @@ def _noted(change):
         original = TransformersRolloutEngine.roll_out
 
         def rolled(self, *args):
-            return [dataclasses.replace(of, experts=change(of.experts)) for of in original(self, *args)]
+            return [change(completion) for completion in original(self, *args)]
 
         monkeypatch.setattr(TransformersRolloutEngine, "roll_out", rolled)
 
@@ -271,11 +271,15 @@ SABOTAGES = {
         "a backward pass has computed a layer again with other experts than its forward",
     ),
     "other experts are noted than ran": (
-        _noted(lambda experts: (experts + 1) % 4),
+        _noted(lambda completion: dataclasses.replace(completion, experts=(completion.experts + 1) % 4)),
         {},
         f"{EXPERTS}: row 0: they are not those that ran",
     ),
-    "the sampler notes nothing": (_noted(lambda experts: None), {}, "routing_replay: the sampler noted no experts"),
+    "the sampler notes nothing": (
+        _noted(lambda completion: Completion(completion.token_ids, "stop", completion.log_probabilities)),
+        {},
+        "routing_replay: the sampler noted no experts",
+    ),
 }
 
 
@@ -328,7 +332,7 @@ def test_shares_by_hand(inputs):
     model = AutoModelForCausalLM.from_pretrained(inputs.model)
     routed = RoutedRollouts(model, replays=True)
     sampled = torch.tensor([[0, 1, 2, 3], [3, 1, 0, 1], [0, 2, 0, 2], [1, 2, 1, 3]], dtype=torch.int16)
-    routed.begin([Completion([1], "stop", experts=sampled[:1]), Completion([1], "stop", experts=sampled[1:])])
+    routed.begin([RoutedCompletion([1], "stop", experts=of_row) for of_row in (sampled[:1], sampled[1:])])
     # The first row has two tokens behind a place of padding, the second four; each last token was not read.
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
     wanted = routed._aligned([0, 1], mask)
