@@ -263,7 +263,7 @@ SABOTAGES = {
     "the choice is recorded, not replayed": (
         lambda monkeypatch: monkeypatch.setattr(RoutedRollouts, "replayed", _nothing),
         {},
-        "a pass of the policy has not run the experts that the sampler's routers chose",
+        "a forward pass of the policy has not run the experts that the sampler's routers chose",
     ),
     "replayed in the forward, not where a backward pass computes it again": (
         _forward_alone,
