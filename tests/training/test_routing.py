@@ -9,13 +9,14 @@ from kill_server import KillServer, tree
 from random_models import random_mixture_of
 from tiny_training import AQN, NOISE, run, training_spec, write_inputs
 from transformers import AutoConfig, AutoModelForCausalLM
+from two_workers import logs, run_together
 
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.artifacts.training_facts import EXPERTS, REPLAYED, fact_problems
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
-from aqnpipe.generation.backend import Completion, Sampling
+from aqnpipe.generation.backend import Completion, RoutedCompletion, Sampling
 from aqnpipe.generation.rollout_engines import TransformersRolloutEngine
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_tokenizer
@@ -216,6 +217,20 @@ def test_a_killed_replay_continues_byte_for_byte(inputs, tmp_path):
     assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
 
 
+@pytest.mark.slow
+def test_two_workers_replay_with_whole_and_with_shared_weights(inputs, tmp_path):
+    jobs = []
+    for parallelism in ("data", "fsdp"):
+        settings = {"num_workers": 2, "parallelism": parallelism, "micro_batch_size": 2, "gradient_checkpointing": True}
+        spec = replaying(training_spec(NOISE, **settings)).model_dump(mode="json")
+        folder = str(tmp_path / parallelism)
+        jobs.append({"kind": "train", "folder": folder, "inputs": str(inputs.model.parent), "spec": spec})
+    assert run_together(jobs, tmp_path / "logs") == [0, 0], logs(tmp_path / "logs")
+    data, shared = (metrics(tmp_path / parallelism / "run") for parallelism in ("data", "fsdp"))
+    assert set(data["router_agreement"]) == set(shared["router_agreement"]) == {1.0}
+    assert shared["loss"].to_list() == pytest.approx(data["loss"].to_list(), abs=1e-4)
+
+
 @contextlib.contextmanager
 def _nothing(self, rows, mask):
     yield
@@ -237,7 +252,7 @@ def _noted(change):
         original = TransformersRolloutEngine.roll_out
 
         def rolled(self, *args):
-            return [dataclasses.replace(of, experts=change(of.experts)) for of in original(self, *args)]
+            return [change(completion) for completion in original(self, *args)]
 
         monkeypatch.setattr(TransformersRolloutEngine, "roll_out", rolled)
 
@@ -248,7 +263,7 @@ SABOTAGES = {
     "the choice is recorded, not replayed": (
         lambda monkeypatch: monkeypatch.setattr(RoutedRollouts, "replayed", _nothing),
         {},
-        "a pass of the policy has not run the experts that the sampler's routers chose",
+        "a forward pass of the policy has not run the experts that the sampler's routers chose",
     ),
     "replayed in the forward, not where a backward pass computes it again": (
         _forward_alone,
@@ -256,11 +271,15 @@ SABOTAGES = {
         "a backward pass has computed a layer again with other experts than its forward",
     ),
     "other experts are noted than ran": (
-        _noted(lambda experts: (experts + 1) % 4),
+        _noted(lambda completion: dataclasses.replace(completion, experts=(completion.experts + 1) % 4)),
         {},
         f"{EXPERTS}: row 0: they are not those that ran",
     ),
-    "the sampler notes nothing": (_noted(lambda experts: None), {}, "routing_replay: the sampler noted no experts"),
+    "the sampler notes nothing": (
+        _noted(lambda completion: Completion(completion.token_ids, "stop", completion.log_probabilities)),
+        {},
+        "routing_replay: the sampler noted no experts",
+    ),
 }
 
 
@@ -313,7 +332,7 @@ def test_shares_by_hand(inputs):
     model = AutoModelForCausalLM.from_pretrained(inputs.model)
     routed = RoutedRollouts(model, replays=True)
     sampled = torch.tensor([[0, 1, 2, 3], [3, 1, 0, 1], [0, 2, 0, 2], [1, 2, 1, 3]], dtype=torch.int16)
-    routed.begin([Completion([1], "stop", experts=sampled[:1]), Completion([1], "stop", experts=sampled[1:])])
+    routed.begin([RoutedCompletion([1], "stop", experts=of_row) for of_row in (sampled[:1], sampled[1:])])
     # The first row has two tokens behind a place of padding, the second four; each last token was not read.
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
     wanted = routed._aligned([0, 1], mask)

@@ -40,6 +40,7 @@ def test_versions_are_the_pinned_ones():
             GRPOTrainer._generate_single_turn,
             ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
         ),
+        (GRPOTrainer._generate_and_score_completions, ["inputs"]),
         (GRPOTrainer.training_step, ["model", "inputs", "num_items_in_batch"]),
         (GRPOTrainer._get_train_sampler, ["dataset"]),
         (GRPOTrainer._save_checkpoint, ["model", "trial"]),
@@ -85,7 +86,7 @@ def test_all_that_is_overridden_is_pinned_here():
         "_tokenize_prompts", "_generate_single_turn", "_get_per_token_logps_and_entropies", "training_step",
         "_get_grad_norm", "_get_train_sampler", "_save_checkpoint", "_load_from_checkpoint",
         "_load_optimizer_and_scheduler", "_load_rng_state", "_clip_grad_norm", "_move_model_to_device",
-        "create_optimizer",
+        "create_optimizer", "_generate_and_score_completions",
     } | (overridden & {"_abc_impl"})  # fmt: skip
     assert {name for name in vars(PromptSampler) if name in vars(RepeatSampler)} >= {"__init__", "__iter__"}
 

@@ -67,7 +67,7 @@ class Arm(FrozenModel):
         default=False,
         exclude_if=lambda replays: not replays,
         description="of a mixture of experts: the policy is trained with the experts that the routers of its rollouts "
-        "chose, and its own scores of them",
+        "chose, and with its scores of them",
     )
     machine: str | None = Field(
         default=None,

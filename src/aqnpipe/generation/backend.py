@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 
@@ -33,12 +34,20 @@ class Sampling:
 class Completion:
     """Response tokens, including the end token or the end of a stop text, and why generation ended.
 
-    `log_probabilities`: one per token, if requested. `experts` [tokens, slots]: those that computed each token that a
-    mixture read, if noted: of the prompt and of all response tokens but the last. Equality ignores both, because
-    backends round differently.
+    `log_probabilities`: one per token, if requested. Equality ignores them, because backends round differently.
     """
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length"]
     log_probabilities: list[float] | None = field(default=None, compare=False)
-    experts: Tensor | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class RoutedCompletion(Completion):
+    """A completion of a mixture of experts whose routers were observed.
+
+    `experts` [tokens, slots]: those that computed each token that was read: of the prompt, and of the response but its
+    last token.
+    """
+
+    experts: Tensor = field(default_factory=lambda: torch.empty(0, 0), compare=False, repr=False)

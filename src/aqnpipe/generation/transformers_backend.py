@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from aqnpipe.errors import ModelError
-from aqnpipe.generation.backend import Completion, Sampling
+from aqnpipe.generation.backend import Completion, RoutedCompletion, Sampling
 from aqnpipe.generation.kv_cache import BufferPool, InPlaceLayer
 from aqnpipe.generation.stop_text import StopText
 from aqnpipe.models.layout import GROUPED_SDPA, takes_positions
@@ -85,7 +85,7 @@ class TransformersBackend:
         completions = [Completion(ids, "stop" if is_finished(ids) else "length") for ids in responses]
         if experts is not None:
             completions = [
-                replace(completion, experts=of_row)
+                completion if of_row is None else RoutedCompletion(**vars(completion), experts=of_row)
                 for completion, of_row in zip(completions, experts.of_rows(), strict=True)
             ]
         if draws is None or not sampling.log_probabilities:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.parts import PlaceHook
+from aqnpipe.models.sharding import gathered_weights
 
 
 class Routers:
@@ -79,7 +80,7 @@ class Routers:
                 f"routing_replay: {type(self._model).__name__} has no routers, expected a mixture of experts"
             )
         was_training = self._model.training
-        with torch.no_grad(), self.observed(), self._entered():
+        with torch.no_grad(), gathered_weights(self._model), self.observed(), self._entered():
             token = torch.zeros(1, 1, dtype=torch.long, device=next(self._model.parameters()).device)
             self._model.eval()(input_ids=token, use_cache=False)
             self._model.train(was_training)

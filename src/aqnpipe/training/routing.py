@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.errors import ReceiptError
-from aqnpipe.generation.backend import Completion
+from aqnpipe.generation.backend import Completion, RoutedCompletion
 from aqnpipe.models.routers import Routers
 from aqnpipe.training.ranks import gathered
 
@@ -31,7 +31,7 @@ class RoutedRollouts:
 
     def begin(self, completions: Sequence[Completion]) -> None:
         """Keep the experts of new rollouts."""
-        self._rows = [completion.experts for completion in completions if completion.experts is not None]
+        self._rows = [completion.experts for completion in completions if isinstance(completion, RoutedCompletion)]
         if self._replays and len(self._rows) != len(completions):
             raise ReceiptError("receipt invalid: routing_replay: the sampler noted no experts")
 

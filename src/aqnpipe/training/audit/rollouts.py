@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from aqnpipe.artifacts.files import read_table
 from aqnpipe.artifacts.problems import ProblemTable
@@ -17,7 +17,7 @@ from aqnpipe.data.examples import choose_examples
 from aqnpipe.data.graders import grader
 from aqnpipe.data.prompts import end_of_response, prompt_token_ids
 from aqnpipe.data.rewards import weighted_rewards
-from aqnpipe.generation.backend import Completion, Sampling
+from aqnpipe.generation.backend import Completion, RoutedCompletion, Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.reference import grpo
@@ -149,7 +149,7 @@ class RolloutAudit:
             for question, response in zip(share, responses, strict=True)
         ]
         sampled = [completion.log_probabilities or [] for completion in completions]
-        experts = [completion.experts for completion in completions]
+        experts = _experts_of(completions)
         centred, advantages = grpo.centred(rewards, size), grpo.advantages(rewards, size)
         values = zip(rows, rewards, centred, advantages, sampled, experts, strict=True)
         return RolloutBook([Completed(*of_row) for of_row in values], tokens / workers)
@@ -157,7 +157,7 @@ class RolloutAudit:
     def _check_experts(self, trace: DecodingTrace, completions: Sequence[Completion]) -> None:
         """Compare the experts that the sampler noted with those that ran."""
         ran = trace.experts([completion.token_ids for completion in completions])
-        noted = [completion.experts for completion in completions]
+        noted = _experts_of(completions)
         wrong = [
             row for row, own in enumerate(noted) if own is not None and not torch.equal(own, ran.get(row, own[:0]))
         ]
@@ -217,6 +217,10 @@ class RolloutAudit:
             if end in response[:-1]:
                 self._report(f"a completion after step {step} continues behind its end token")
                 return
+
+
+def _experts_of(completions: Sequence[Completion]) -> list[Tensor | None]:
+    return [completion.experts if isinstance(completion, RoutedCompletion) else None for completion in completions]
 
 
 def check_decoding(

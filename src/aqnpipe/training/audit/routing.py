@@ -58,4 +58,4 @@ class RoutingAudit:
             is_replayed = found is not None and any(torch.equal(found, of_row) for of_row in noted)
             self._errors.note(REPLAYED, sum(map(len, row)) - 1, 0.0 if is_replayed else 2.0)
             if not is_replayed:
-                self._report("a pass of the policy has not run the experts that the sampler's routers chose")
+                self._report("a forward pass of the policy has not run the experts that the sampler's routers chose")
