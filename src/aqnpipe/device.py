@@ -6,6 +6,9 @@ Functions import torch where they need it, so that the configuration can be read
 import importlib
 import os
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import takewhile
@@ -244,3 +247,18 @@ def is_being_captured(tensor: "torch.Tensor") -> bool:
     import torch
 
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def determinism_requested() -> Iterator[None]:
+    """Ask torch for deterministic algorithms in the body; operations without one run as they are, without a warning."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -3,7 +3,7 @@
 import pytest
 from made_up_diagnoses import HARDWARE, diagnosis, located
 
-from aqnpipe.artifacts.diagnoses import Untested
+from aqnpipe.artifacts.diagnoses import KernelFault, Untested
 from aqnpipe.diagnosis.node_comparison import compare_nodes, node_of
 
 
@@ -25,6 +25,22 @@ HEALTHY = node(("cuda:0", "GPU-a", diagnosis()), ("cuda:1", "GPU-b", diagnosis()
 def test_the_same_report_twice_has_no_changes():
     found = compare_nodes(HEALTHY, HEALTHY)
     assert (found.lines, found.exit_code, found.summary) == ((), 0, "no new fault")
+
+
+def test_kernels_are_in_the_report_of_a_node():
+    kernel = KernelFault(
+        operator="mm",
+        shapes=("4x8x16",),
+        dtype="float32",
+        columns=(3,),
+        num_columns=8,
+        column_tile=None,
+        row_tile=None,
+        wrong_calls=2,
+        calls=2,
+    )
+    file = diagnosis(located(4)).model_copy(update={"kernels": (kernel,)})
+    assert node_of(file).devices[0].kernels == (kernel,)
 
 
 def test_a_new_fault_is_exit_3():

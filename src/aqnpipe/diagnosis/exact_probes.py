@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.device import determinism_requested
 from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, Mismatch
 from aqnpipe.diagnosis.classify import Evidence, Mark, classify, mark_of, mismatching, most_informative, suspects
@@ -30,7 +31,7 @@ from aqnpipe.diagnosis.probes.linears import product_bits
 from aqnpipe.diagnosis.probes.model import model_checks, without_consequences
 from aqnpipe.diagnosis.probes.outer_modules import outer_norms
 from aqnpipe.diagnosis.probes.patterns import ProbeInputs, exponent_ladder
-from aqnpipe.diagnosis.probes.reference import LEAST_ROWS, determinism_requested
+from aqnpipe.diagnosis.probes.reference import LEAST_ROWS
 from aqnpipe.diagnosis.probes.repeats import Part, as_repeated, repeat, without_false_noise
 from aqnpipe.diagnosis.stored_weights import (
     compare_with_earlier,

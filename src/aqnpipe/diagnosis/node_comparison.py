@@ -40,6 +40,7 @@ def node_of(file: DiagnosisFile) -> NodeReport:
         verdict=file.verdict,
         reason=file.reason,
         faults=file.faults,
+        kernels=file.kernels,
         untested=file.untested,
         forward_equivalents=file.forward_equivalents,
         seconds=file.seconds,

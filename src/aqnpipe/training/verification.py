@@ -10,7 +10,6 @@ operands. That operator erred: those before it gave the same bits, so its operan
 """
 
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from aqnpipe.config.run import TrainingSpec
+from aqnpipe.device import determinism_requested
 from aqnpipe.errors import VerificationError
 from aqnpipe.machine.places import Places
 from aqnpipe.models.parts import parts_of
@@ -174,7 +174,9 @@ class Verifier:
         self, policy: nn.Module, step: int, micro_batch: int, rehearse: Callable[[], object]
     ) -> Iterator[None]:
         """Compute a micro-batch by `rehearse`, then in the body; VerificationError if the two differ on any worker."""
-        with _deterministic(next(policy.parameters()).device):
+        # Kernels of other devices may add in another order in every call; those of a CPU do not.
+        is_steady = next(policy.parameters()).device.type == "cpu"
+        with nullcontext() if is_steady else determinism_requested():
             with _restored(policy), self._digesting(policy) as first:
                 rehearse()
             with self._digesting(policy, first) as second:
@@ -241,23 +243,6 @@ def _restored(policy: nn.Module) -> Iterator[None]:
             buffer.copy_(before)
     random.setstate(states[0])
     np.random.set_state(states[1])
-
-
-@contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """Compute with torch's deterministic algorithms in the body; those of a CPU are deterministic anyway.
-
-    Others of a GPU may add in another order in every call.
-    """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if device.type != "cpu":
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*deterministic.*")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _drop_gradient(weight: Tensor) -> None:

@@ -1,6 +1,5 @@
 """Common parts of known answers that are computed in float64 on the host: operands, and roundings of devices."""
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -52,19 +51,6 @@ def operand_bits(dtype: torch.dtype) -> int:
     """Return the significant bits that products of `dtype` must keep under the settings of torch."""
     bits = _SIGNIFICANT_BITS.get(dtype, 24)
     return min(bits, _ALLOWED_BITS[torch.get_float32_matmul_precision()]) if dtype == torch.float32 else bits
-
-
-@contextmanager
-def determinism_requested() -> Iterator[None]:
-    """Ask torch for deterministic algorithms in the body; operations without one run as they are, without a warning."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*deterministic.*")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @contextmanager
