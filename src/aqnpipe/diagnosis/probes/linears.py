@@ -3,17 +3,17 @@
 Every answer but those of the monomial probe and of the running sums in 16 bits is exact in any order of summation, so
 every bit must agree.
 
-Linears also run within the model, in every call of its sequences (see sequences.py), where their outputs copy inputs:
-libraries choose a kernel by the shape of the operands, and a fault of one shows in no other. These calls have one row
-(decode), few, as many as a prefill, and more than 1,024. The largest batch runs in one layer that the seed sets:
-repeated runs with other seeds cover the rest.
+Linears also run with other numbers of rows: one (decode), few, as many as a prefill, and enough to fill a large device.
+Libraries choose a kernel by the shape of the operands, and a fault of one shows in no other. Every linear runs with 1,
+4, 8 and 97 rows, the last an odd number beyond whole tiles, and within the model with those of a long sequence. The
+largest batch runs in one layer that the seed sets: repeated runs with other seeds cover the rest.
 
 The backward products of a linear have known answers, too: gradients of its input and of its weight. Operands are
 integers whose sums are exact in any order, selections with full mantissas, and sums that need wide accumulators, as in
 the forward probes. The backward pass has kernels of its own: the operands of its products are transposed differently.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -54,10 +54,9 @@ _NUM_BIASED = 8
 _NUM_RUNNING = 16
 """Tokens of the probes of the bias and of running sums, whose answer no position in the batch changes."""
 
+SMALL = (1, 4, 8, 97)
 LARGE = 4096
-"""Rows with which the linears of one layer run."""
-_FACTORS = {torch.float16: 2.0**-3}
-"""Factors of what linears copy within the model, by which products of two outputs do not overflow."""
+"""Rows with which the linears of every layer run, and those of one layer."""
 
 _NUM_TOKENS = 32
 SMALL_OF_GRADIENTS = (1, _NUM_TOKENS)
@@ -195,23 +194,26 @@ def _product(
     return compare(probe, layer, name, product, output, allowed=free)
 
 
+def rows_of_layer(layer: int, num_layers: int, seed: int) -> tuple[int, ...]:
+    """Return the numbers of rows with which the linears of a layer run."""
+    return (*SMALL, LARGE) if layer == seed % num_layers else SMALL
+
+
 @contextmanager
-def selecting_in_model(layers: Mapping[int, LayerSites], record: Callable[[Check], None]) -> Iterator[None]:
+def selecting_in_model(layers: Sequence[LayerSites], record: Callable[[Check], None]) -> Iterator[None]:
     """Give every linear of the layers a weight whose outputs each copy one input, for the time of each of its calls."""
     shown = ExitStack()
 
     def enter(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
         chosen, signs = selection(module.out_features, module.in_features)
-        factors = signs * _FACTORS.get(module.weight.dtype, 1.0)
-        shown.enter_context(substituted(selecting_weights(module, chosen, factors)))
+        shown.enter_context(substituted(selecting_weights(module, chosen, signs)))
 
     def leave(layer: int, name: str, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
         shown.close()
-        fed = args[0] * _FACTORS.get(args[0].dtype, 1.0)
-        record(copied("shapes", layer, name, module, fed, output))
+        record(copied("shapes", layer, name, module, args[0], output))
 
     handles = []
-    for index, sites in layers.items():
+    for index, sites in enumerate(layers):
         for name, module in sites.linears.items():
             if type(module).forward is nn.Linear.forward:
                 handles.append(module.register_forward_pre_hook(enter))
@@ -237,10 +239,27 @@ def copied(probe: str, layer: int, site: str, module: nn.Linear, fed: Tensor, ou
         if not finite.all():
             rows, observed = rows[finite], observed[finite]
         expected = rows[:, chosen] * signs.to(rows.dtype)
-        bits, tiny = operand_bits(rows.dtype), torch.finfo(rows.dtype).tiny
+        bits, allowed = operand_bits(rows.dtype), torch.finfo(rows.dtype).tiny
         share = 0.0 if bits >= mantissa_bits(rows.dtype) else 2.0 ** (1 - bits)
-        allowed = torch.where(expected.abs() < tiny, tiny, share * expected.abs())
-        return compare(probe, layer, site, expected, observed, allowed=allowed)
+        return compare(probe, layer, site, expected, observed, allowed=expected.abs() * share + allowed)
+
+
+def probe_shape(name: str, module: nn.Linear, layer: int, rows: int, generator: torch.Generator) -> Check:
+    """Run a linear on `rows` rows: every output copies one input, times a factor, both with full mantissas.
+
+    The rows are one sequence, as in a prefill; one row is one token, as in decoding.
+    """
+    weight = module.weight
+    bits = min(mantissa_bits(weight.dtype), PRODUCT_BITS)
+    x = full_mantissas((rows, module.in_features), bits, generator)
+    chosen, _ = selection(module.out_features, module.in_features)
+    shift = int(torch.randint(0, module.in_features, (1,), generator=generator))
+    chosen = (chosen + shift) % module.in_features  # another seed reads other columns where rows are few
+    factors = full_mantissas((module.out_features,), bits, generator)
+    with substituted([(weight, selection_weight(chosen, factors, weight)), *zero_bias(module)]):
+        output = module(x.unsqueeze(0).to(weight.device, weight.dtype))
+    expected = x[:, chosen].float() * factors.float()  # exact: the product has twice PRODUCT_BITS at most
+    return compare("shapes", layer, name, expected, output)
 
 
 def probe_gradients(

@@ -28,14 +28,16 @@ from aqnpipe.diagnosis.probes.experts import (
 from aqnpipe.diagnosis.probes.linears import (
     LARGE,
     LARGE_OF_GRADIENTS,
+    SMALL,
     SMALL_OF_GRADIENTS,
     probe_gradients,
-    selecting_in_model,
+    probe_shape,
+    rows_of_layer,
 )
 from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.probes.outer_modules import EMBEDDING_GRADIENT, probe_outer_modules
 from aqnpipe.diagnosis.probes.outer_modules_in_sequences import FINITE
-from aqnpipe.diagnosis.probes.reference import FEW_ROWS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.probes.reference import FEW_ROWS
 from aqnpipe.diagnosis.probes.repeats import Part
 from aqnpipe.diagnosis.probes.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.probes.sequences import is_known, long_batch, longest_sequence, model_type, probe_sequences
@@ -86,10 +88,12 @@ def model_checks(
 
 def _other_shapes(num_layers: int) -> Untested:
     """Return the gap that the probes of shapes leave."""
+    small = ", ".join(map(str, SMALL))
     gradients = f"gradients with {', '.join(map(str, SMALL_OF_GRADIENTS))} in every layer, {LARGE_OF_GRADIENTS} in one"
     return Untested(
         part="linears with other numbers of rows",
-        reason=f"those of the sequences in every layer, {LARGE} in 1 of {num_layers} layers, {gradients} (by the seed)",
+        reason=f"{small} and those of the sequences in every layer, {LARGE} in 1 of {num_layers} layers, {gradients} "
+        "(by the seed)",
     )
 
 
@@ -149,11 +153,8 @@ def _checks_of_layer(
         checks += gradients
         if len({check.site for check in gradients}) < 2:
             gaps.setdefault((f"gradients of {name}", _NO_GRADIENT), []).append(index)
-    if index == seed % num_layers:
-        with selecting_in_model({index: sites}, checks.append):
-            for linear in sites.linears.values():
-                rows = full_mantissas((1, LARGE, linear.in_features), mantissa_bits(like.dtype), generator)
-                linear(rows.to(like.device, like.dtype))
+        for rows in rows_of_layer(index, num_layers, seed):
+            checks.append(probe_shape(name, linear, index, rows, generator))
     return checks + (_mixture_checks(model, index, sites, generator, gaps) if is_known(model) else [])
 
 

@@ -2,11 +2,12 @@
 
 Four batches run through the whole model. The first has no padding, the second has some at the start of each sequence,
 because kernels are chosen by the mask, and the third is one sequence, as in plain generation. The fourth is long: every
-module gets more than 1,024 rows, attention and rotation get positions beyond 512, in whole tiles of keys. Each is a
-prefill and single tokens; the prefill of the second comes in two parts, so that several queries meet a filled cache.
-Kernels run on test operands (see attention_kernel.py), everything else on what the model makes of them: the embedding,
-every sum of the residual stream, the way from one layer to the next, and from the last one to the logits, is recomputed
-on the host from its own terms, bit for bit (see ends_in_sequences.py for the ends).
+module gets more than 1,024 rows, attention and rotation get positions beyond 512, in whole tiles of keys, and the
+linears select. Each is a prefill and single tokens; the prefill of the second comes in two parts, so that several
+queries meet a filled cache. Kernels run on
+test operands (see attention_kernel.py), everything else on what the model makes of them: the embedding, every sum of
+the residual stream, the way from one layer to the next, and from the last one to the logits, is recomputed on the host
+from its own terms, bit for bit (see ends_in_sequences.py for the ends).
 
 So are the places between the modules of a layer: what attention and MLP read, and the sum that ends a mixture of
 experts. Every tensor that a block reads has to be one that the layer has read or written before, bit for bit: its
@@ -51,7 +52,7 @@ _TILES = (64, 16, 1)
 _PADDED_PREFILL = 63
 _PAGE = 16
 """The padded prefill is one less than a multiple of it, so that single tokens cross a boundary of a cache."""
-_FIRST_PART = 22
+_FIRST_PART = 32
 _PADDING = (7, 0, 19, 3, 11)
 """Masked tokens of the sequences, at least one for each kind of operands."""
 _NUM_DECODED = 2
@@ -100,7 +101,8 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
     padding = torch.tensor(_PADDING).clamp(max=short - 1)
     second = _run_batch(model, layers, short, Observation(padding, seed + 1), untested, min(_FIRST_PART, short))
     long = Observation(torch.zeros(count, dtype=torch.long), seed, long=True)
-    _run_batch(model, layers, longest, long, untested, period=length + _NUM_DECODED)
+    with selecting_in_model(layers, long.checks.append):
+        _run_batch(model, layers, longest, long, untested, period=length + _NUM_DECODED)
     rotations: list[Check] = []
     if not first.tables:
         untested[ROTARY_SITE] = "the layers get no table of cosines and sines"
@@ -164,7 +166,6 @@ def _run_batch(
     attention = {sites.attention: index for index, sites in enumerate(layers)}
     cache = None
     with (
-        selecting_in_model(dict(enumerate(layers)), observation.checks.append),
         shown_projections(
             attention,
             observation.seed,
