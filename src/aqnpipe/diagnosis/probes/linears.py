@@ -205,8 +205,9 @@ def selecting_in_model(layers: Sequence[LayerSites], record: Callable[[Check], N
     shown = ExitStack()
 
     def enter(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
-        chosen, signs = selection(module.out_features, module.in_features)
-        shown.enter_context(substituted(selecting_weights(module, chosen, signs)))
+        with on_host():
+            weights = selecting_weights(module, *selection(module.out_features, module.in_features))
+        shown.enter_context(substituted(weights))
 
     def leave(layer: int, name: str, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
         shown.close()
@@ -232,8 +233,8 @@ def copied(probe: str, layer: int, site: str, module: nn.Linear, fed: Tensor, ou
     Products may keep fewer bits than float32 has, if torch allows it, and a device may flush numbers that are not
     normal.
     """
-    chosen, signs = selection(module.out_features, module.in_features)
     with on_host():
+        chosen, signs = selection(module.out_features, module.in_features)
         rows, observed = (tensor.detach().cpu().flatten(0, -2) for tensor in (fed, output))
         finite = rows.isfinite().all(-1)
         if not finite.all():
