@@ -129,8 +129,9 @@ def _checked_call(
     generator = keyed_generator("cpu", observation.seed, "diagnosis.attention", layer, observation.seen)
     scale = float(kwargs.get("scaling") or q.shape[-1] ** -0.5)
     allowed_keys = visible_keys(q.shape[2], k.shape[2], observation, kwargs.get("sliding_window"))
-    # A sequence has one kind of operands: fewer of them than kinds have others in every layer.
-    first_kind = len(q) * layer + observation.seen if len(q) < len(KINDS) else 0
+    # A sequence has one kind of operands: fewer of them than kinds have others in every layer; of more, the last ones
+    # have the last kinds, in which every step of softmax shows.
+    first_kind = len(q) * layer + observation.seen if len(q) < len(KINDS) else -len(q) % len(KINDS)
     with on_host():
         test = known_operands((q, k, v), scale, allowed_keys, generator, first_kind)
     result = kernel(module, *test, mask, **kwargs)

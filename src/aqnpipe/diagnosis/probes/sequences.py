@@ -53,8 +53,8 @@ _PADDED_PREFILL = 63
 _PAGE = 16
 """The padded prefill is one less than a multiple of it, so that single tokens cross a boundary of a cache."""
 _FIRST_PART = 32
-_PADDING = (7, 0, 19, 3, 11, 1, 5, 13)
-"""Masked tokens of the sequences: of each kind of operands one is among the first four, and one behind them."""
+_PADDING = (7, 0, 19, 3, 11, 5)
+"""Masked tokens of the sequences, at least one for each kind of operands and two behind the fourth."""
 _NUM_DECODED = 2
 _ENDS_OF_ATTENTION = ("o_proj", "dense", "c_proj", "out_proj")
 _ENDS_OF_MLP = ("down_proj", "dense_4h_to_h", "c_proj", "fc2")
