@@ -66,7 +66,7 @@ def diagnose_model(
             (None, None) if method == "exact" else _scan(model, prompt_ids, config, weights, show_progress)
         )
         exact = run_exact(model, config, show_progress, weights)
-        kernels = observe_kernels(model, prompt_ids[0]) if names_kernels and exact.faults else None
+        kernels = observe_kernels(model, prompt_ids[0]) if names_kernels and exact.faults and prompt_ids else None
     wrong = kernel_faults(kernels) if kernels else ()
     simulated = list(map(describe_fault, faults, rows))
     verdict = judge(exact, scans, config, simulated, wrong)

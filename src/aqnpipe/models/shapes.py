@@ -11,7 +11,10 @@ from aqnpipe.errors import ModelError
 
 
 class ModelShape(FrozenModel):
-    """Sizes of a model like Qwen2 or Llama: grouped-query attention, gated MLP, two norms per layer, one at the end."""
+    """Sizes of a model like Qwen2 or Llama: grouped-query attention, gated MLP, two norms per layer, one at the end.
+
+    Of a mixture, `intermediate_size` is that of one of the `num_experts`, of which a token uses `experts_per_token`.
+    """
 
     hidden_size: int = Field(ge=1)
     intermediate_size: int = Field(ge=1)
@@ -22,12 +25,20 @@ class ModelShape(FrozenModel):
     vocab_size: int = Field(ge=1)
     tied_embeddings: bool
     qkv_bias: bool
+    head_norms: bool = False
+    num_experts: int = Field(default=1, ge=1)
+    experts_per_token: int = Field(default=1, ge=1)
 
     @property
     def body_matmul_parameters(self) -> int:
-        """Number of weights of the linears in all layers; each is used in one multiplication and addition per token."""
+        """Number of weights of the linears in all layers that a token uses, each in one multiplication and addition."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        router = self.hidden_size * self.num_experts if self.num_experts > 1 else 0
+        return self.num_layers * (attention + router + self.experts_per_token * self._expert_parameters)
+
+    @property
+    def _expert_parameters(self) -> int:
+        return 3 * self.hidden_size * self.intermediate_size
 
     @property
     def head_matmul_parameters(self) -> int:
@@ -38,9 +49,11 @@ class ModelShape(FrozenModel):
     def num_parameters(self) -> int:
         """Number of stored values; tied ones count once."""
         biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
-        norms_and_biases = self.num_layers * (2 * self.hidden_size + biases) + self.hidden_size
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.head_norms else 0)
+        norms_and_biases = self.num_layers * (norms + biases) + self.hidden_size
+        others = self.num_layers * (self.num_experts - self.experts_per_token) * self._expert_parameters
         embeddings = self.head_matmul_parameters * (1 if self.tied_embeddings else 2)
-        return self.body_matmul_parameters + norms_and_biases + embeddings
+        return self.body_matmul_parameters + others + norms_and_biases + embeddings
 
     def adapter_parameters(self, rank: int, target_modules: Iterable[str]) -> int:
         """Return the number of weights of low-rank adapters on the linears with these names in all layers."""
@@ -89,6 +102,8 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape that a config.json describes; None if a size is missing, or differs from layer to layer.
 
+    Mixtures are those in which every layer has the same experts and no shared one.
+
     Raises ModelError for sizes that no model has.
     """
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -98,10 +113,13 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
         return None
     if wrong := [f"{key} is {size}" for key, size in sizes.items() if size is not None and size < 1]:
         raise ModelError(f"config.json: {', '.join(wrong)}, expected positive numbers")
+    experts = _experts(config)
+    if experts is None:
+        return None
     num_heads = config["num_attention_heads"]
     return ModelShape(
         hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
+        intermediate_size=experts["intermediate_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
@@ -109,4 +127,20 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
         vocab_size=config["vocab_size"],
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=config.get("model_type") == "qwen2",
+        head_norms=config.get("model_type") in ("qwen3", "qwen3_moe"),
+        num_experts=experts["num_experts"],
+        experts_per_token=experts["experts_per_token"],
     )
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the sizes of the experts, one for a dense model; None for a mixture of another structure."""
+    number = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    if not number:
+        return {"intermediate_size": config["intermediate_size"], "num_experts": 1, "experts_per_token": 1}
+    is_plain = config.get("model_type") in ("mixtral", "qwen3_moe") and config.get("decoder_sparse_step", 1) == 1
+    per_token = config.get("num_experts_per_tok")
+    if not is_plain or config.get("mlp_only_layers") or not isinstance(per_token, int):
+        return None
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return {"intermediate_size": int(width), "num_experts": int(number), "experts_per_token": per_token}

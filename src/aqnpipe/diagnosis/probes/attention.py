@@ -43,8 +43,8 @@ _KNOWN_ARGUMENTS = frozenset(
 _NEGLIGIBLE = 1e-13
 _COMPARED_QUERIES = 36
 """Queries of a long sequence whose answer is computed on the host."""
-_FEW = (2, 3)
-"""Numbers of sequences that kernels run on beside those of a batch."""
+_OTHER_NUMBERS = (2, 3, 16)
+"""Numbers of sequences that kernels run on beside those of a batch, the last ones copies of it."""
 _OF_BATCH = frozenset({"position_ids", "cache_position"})
 """Arguments with the shape of the whole batch, which kernels do without."""
 
@@ -211,13 +211,16 @@ def _few_checks(
     kwargs: dict[str, Any],
     answer: _Answer,
 ) -> list[Check]:
-    """Run the kernel on the first sequences of a batch: kernels are chosen by their number."""
+    """Run the kernel on other numbers of the sequences of a batch: kernels are chosen by their number."""
     *test, mask = operands
+    others = {name: value for name, value in kwargs.items() if name not in _OF_BATCH}
     checks = []
-    for count in _FEW:
-        shown = mask if mask is None or len(mask) == 1 else mask[:count]
-        fewer = {name: value for name, value in kwargs.items() if name not in _OF_BATCH}
-        result = kernel(module, *(tensor[:count] for tensor in test if tensor is not None), shown, **fewer)
+    for count in _OTHER_NUMBERS:
+        with on_host():
+            chosen = torch.arange(count, device=test[0].device) % len(test[0])
+            shown = mask if mask is None or len(mask) == 1 else mask[chosen]
+            given = [tensor[chosen] for tensor in test if tensor is not None]
+        result = kernel(module, *given, shown, **others)
         with on_host():
             checks += answer.checks(result[0] if isinstance(result, tuple) else result)
     return checks

@@ -112,7 +112,7 @@ def _limits(model: nn.Module, layers: Sequence[LayerSites]) -> list[Untested]:
         Untested(part=f"gradients of {', '.join(without_probe)}", reason="no probe differentiates them"),
         Untested(
             part="other numbers of sequences",
-            reason=f"1, 4, 6 and {long_batch(model)[0]} through the whole model, attention also with 2 and 3, its "
+            reason=f"1, 4, 6 and {long_batch(model)[0]} through the whole model, attention also with 2, 3 and 16, its "
             "gradients with 4",
         ),
         Untested(
