@@ -6,6 +6,7 @@ sampled tokens uses the sampler's experts, with its own scores. The reference of
 routers choose as they always do.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -28,6 +29,12 @@ class RoutedRollouts:
         self._counts: list[tuple[int, int, int, int]] = []
         if replays:
             self._routers.examine()
+
+    def uncounted(self) -> "RoutedRollouts":
+        """Return these rollouts with counts of their own, for a pass that is not the training."""
+        other = copy.copy(self)
+        other._counts = []
+        return other
 
     def begin(self, completions: Sequence[Completion]) -> None:
         """Keep the experts of new rollouts."""

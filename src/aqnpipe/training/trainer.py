@@ -371,18 +371,19 @@ class NoisyGRPOTrainer(GRPOTrainer):
 
     def _rehearse(self, model: Any, batch: Batch, micro_step: int) -> None:
         """Compute a micro-batch of this step without a trace in receipt, audit, log and the thresholds of faults."""
-        plan, distance = self.noise_plan, self._sampler_distance
+        plan, distance, routing = self.noise_plan, self._sampler_distance, self._routing
         trainer: Any = self
         metrics = trainer._metrics
         faults = ActiveFaults.of(plan.spec.faults, plan.faults.states())
         self.noise_plan = replace(plan, recorder=plan.recorder.for_rehearsal(), faults=faults)
         trainer._metrics = {mode: defaultdict(list) for mode in metrics}
-        self._sampler_distance = SamplerDistance()
+        self._sampler_distance, self._routing = SamplerDistance(), routing.uncounted()
         try:
             with self.audit.rehearsal(self.state.global_step + 1), self.accelerator.no_sync(model):
                 self._learned_from(model, batch, micro_step)
         finally:
-            self.noise_plan, trainer._metrics, self._sampler_distance = plan, metrics, distance
+            self.noise_plan, trainer._metrics = plan, metrics
+            self._sampler_distance, self._routing = distance, routing
 
     def _divided(self, batch: Batch) -> list[Batch]:
         most = self._tokens_per_micro_batch
