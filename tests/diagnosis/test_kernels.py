@@ -2,11 +2,10 @@
 
 import subprocess
 import sys
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
+from erring_kernels import changed
 from random_models import random_layer_norm_model_of, random_mixture_of
 from safetensors.torch import load_file
 
@@ -17,26 +16,15 @@ from aqnpipe.diagnosis.kernels import kernel_faults, observe_kernels
 IDS = torch.arange(3, 40)
 
 
-@contextmanager
 def bad_lanes(operator, columns, width, rows=slice(None)):
-    """Scale some output columns of an operator of the CPU by 0.75, in a kernel below everything that a program sees."""
-    kernel = torch.library.get_kernel(f"aten::{operator}", "CPU")
+    """Scale some output columns of an operator of the CPU by 0.75."""
 
-    def run(keys, *args, **kwargs):
-        result = kernel.call_boxed(keys, *args, **kwargs)
+    def scale(result):
         lanes = [column for column in range(result.shape[-1]) if column % width in columns]
         if result.dtype != torch.float64:
             result.view(-1, result.shape[-1])[rows, lanes] *= 0.75
-        return result
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        library = torch.library.Library("aten", "IMPL")
-        library.impl(operator, run, "CPU", with_keyset=True)
-    try:
-        yield
-    finally:
-        library._destroy()
+    return changed(operator, scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""A device that errs: a kernel of the CPU in whose result single bits are flipped."""
+"""A device that errs: a kernel of the CPU whose results are changed, below everything that a program sees."""
 
 import warnings
 from contextlib import contextmanager
@@ -7,15 +7,13 @@ import torch
 
 
 @contextmanager
-def erring(operator, is_wrong):
-    """Replace the CPU's kernel of an operator; a call for which `is_wrong()` holds has a flipped bit in one value."""
+def changed(operator, change):
+    """Call `change(result)` on every result of the CPU's kernel of an operator; it changes the result in place."""
     kernel = torch.library.get_kernel(f"aten::{operator}", "CPU")
 
     def run_kernel(keys, *args, **kwargs):
         result = kernel.call_boxed(keys, *args, **kwargs)
-        if is_wrong():
-            # Of the first sequence a token behind the padding.
-            result.view(-1).view(torch.int32)[result.numel() * 3 // 16] ^= 1 << 20
+        change(result)
         return result
 
     with warnings.catch_warnings():
@@ -26,3 +24,14 @@ def erring(operator, is_wrong):
         yield
     finally:
         library._destroy()
+
+
+def erring(operator, is_wrong):
+    """Flip a bit in one value of the results of an operator whose calls `is_wrong()` picks."""
+
+    def flip(result):
+        if is_wrong():
+            # Of the first sequence a token behind the padding.
+            result.view(-1).view(torch.int32)[result.numel() * 3 // 16] ^= 1 << 20
+
+    return changed(operator, flip)

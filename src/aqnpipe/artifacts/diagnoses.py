@@ -123,7 +123,7 @@ class KernelFault(Artifact):
         rows, more = "", len(self.shapes) - 1
         if self.row_tile:
             rows = f", rows {', '.join(map(str, self.row_tile.offsets))} of every {self.row_tile.width}"
-        shapes = self.shapes[0] + (f" (and {more} other shape{'s'[: more - 1]})" if more else "")
+        shapes = self.shapes[0] + (f" (and {more} other shape{'s' if more > 1 else ''})" if more else "")
         lanes = f"output columns {columns}{rows}, in {self.wrong_calls} of {self.calls} calls"
         return f"{self.operator} {shapes} {self.dtype}, {lanes}"
 
