@@ -35,6 +35,7 @@ from aqnpipe.machine.quantized import QuantizedOperands
 from aqnpipe.noise.injection import phase as phase_module
 from aqnpipe.noise.injection.phase import _RunningPhase
 from aqnpipe.noise.kernels.quantization import fake_quantize, round_as_cached
+from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.cache_checks import cache_error
 from aqnpipe.proof.audit import SINGLE_LAYERS, Audit
 from aqnpipe.seeding import derive_seed
@@ -171,6 +172,14 @@ def test_projections_of_a_merged_module_have_scales_of_their_own():
                     part.copy_(fake_quantize(part.clone(), "fp8", is_weight=True))
     noise = operators(error=FakeQuantization(format="fp8"), include_lm_head=False)
     torch.testing.assert_close(run(noise, engine)[0], run(PassNoise(), apart)[0])
+
+
+def test_operands_that_workers_share_are_one_line_and_caches_are_not():
+    engine = made_up_engine()
+    engine.shards = {engine.layers[0].linears[0].module: Shard(0, WIDTH, 2 * WIDTH)}
+    with pytest.raises(ModelError, match="rounding of operands needs whole ones, expected tensor_parallel: 1"):
+        run(operators(error=FakeQuantization(format="mxfp4")), engine)
+    run(cached(), engine)[1].receipt().check()
 
 
 def test_operands_that_stay_exact_in_later_passes_are_refused(monkeypatch):

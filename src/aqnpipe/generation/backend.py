@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 
@@ -42,7 +41,7 @@ class Completion:
     log_probabilities: list[float] | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoutedCompletion(Completion):
     """A completion of a mixture of experts whose routers were observed.
 
@@ -50,4 +49,4 @@ class RoutedCompletion(Completion):
     last token.
     """
 
-    experts: Tensor = field(default_factory=lambda: torch.empty(0, 0), compare=False, repr=False)
+    experts: Tensor = field(compare=False, repr=False)

@@ -160,9 +160,9 @@ class EngineSites(ModelSites):
         modules: ModuleNoise | None = noise.module_noise_in(noise.phase)
         self._selected = engine.select(modules.modules, modules.exclude) if modules is not None else []
         self._is_quantized = self._operators is not None and isinstance(self._operators.error, FakeQuantization)
-        # Merged modules then compute every projection by itself: of an input of its own, or of a rounded weight.
-        self._separates = self._is_quantized or (modules is not None and modules.point == "input")
         self._noises_inputs = modules is not None and modules.point == "input"
+        # Merged modules then compute every projection by itself: of an input of its own, or of a rounded weight.
+        self._separates = self._is_quantized or self._noises_inputs
         self._faulty = {(fault.layer, fault.site) for fault in noise.faults}
         self._sums = {layer for layer, site in self._faulty if site == "layer_output"}
         self._sums |= {layer for layer, sigma in hidden_sigmas.items() if sigma > 0}
