@@ -25,11 +25,10 @@ from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.data.loader import load_problems
-from aqnpipe.diagnosis.scans import run_scans
+from aqnpipe.diagnosis.diagnose import diagnose_model
 from aqnpipe.diagnosis.sensitivity.layers import rank_correlation, sensitivity
 from aqnpipe.diagnosis.sensitivity.scored_texts import ScoredText, summed_losses, text_batches, texts_of_problems
 from aqnpipe.diagnosis.sigmas import layer_sigmas
-from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.models.loading import load_model, load_tokenizer, source_folder
 
 BUILTIN = ("tiny", "tiny-large", "tiny-comparison")
@@ -106,11 +105,12 @@ def other_models(steps: int) -> Iterator[tuple[str, Any, Any, str]]:
 def published_correlations(model: Any, texts: list[ScoredText], measured: Sensitivity) -> dict[str, float | None]:
     """Return the rank correlation of the measured loss with the published metrics and the sigmas of their rule."""
     prompts = [torch.tensor(text.token_ids[: text.prompt_tokens]) for text in texts[:5]]
-    config = DiagnosisConfig()
-    scans = run_scans(model, prompts, config)
+    diagnosed = diagnose_model(model, prompts, DiagnosisConfig())
     increases = [layer.loss_increase for layer in measured.layers if layer.layer is not None]
-    columns = {name: scans[0][name].to_list() for name in PUBLISHED}
-    sigmas = layer_sigmas(scans[0], judge(None, scans, config, ()), SigmaRule(), "published").aqn.layer_sigmas
+    if (table := diagnosed.table) is None:
+        raise SystemExit(f"no scan of {type(model).__name__}: {diagnosed.verdict.reason}")
+    columns = {name: table[name].to_list() for name in PUBLISHED}
+    sigmas = layer_sigmas(table, diagnosed.verdict, SigmaRule(), "published").aqn.layer_sigmas
     columns["published sigma"] = [sigmas[layer] for layer in sorted(sigmas)]
     return {name: rank_correlation(values, increases) for name, values in columns.items()}
 

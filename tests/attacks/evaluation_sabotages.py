@@ -266,22 +266,22 @@ def _stale_cache(original: Any) -> Any:
 def _wrong_place(original: Any) -> Any:
     """The logits after the last token but one of the prompt."""
 
-    def forward(self: Any, ids: Any, cache: Any, keep: Any, mask: Any, positions: Any) -> Any:
+    def forward(self: Any, first: int, lengths: Any, ids: Any, keep: Any, *rest: Any) -> Any:
         if not isinstance(keep, torch.Tensor):
-            return original(self, ids, cache, keep, mask, positions)
+            return original(self, first, lengths, ids, keep, *rest)
         took_effect()
-        return original(self, ids, cache, keep - 1, mask, positions)
+        return original(self, first, lengths, ids, keep - 1, *rest)
 
     return forward
 
 
 def _first_token_lost(original: Any) -> Any:
-    def forward(self: Any, ids: Any, cache: Any, *rest: Any) -> Any:
+    def forward(self: Any, first: int, lengths: Any, ids: Any, *rest: Any) -> Any:
         if ids.shape[1] > 1:
             took_effect()
             ids = ids.clone()
             ids[:, 0] = ids[:, 1]
-        return original(self, ids, cache, *rest)
+        return original(self, first, lengths, ids, *rest)
 
     return forward
 
