@@ -167,12 +167,15 @@ class Part:
 
 
 def without_false_noise(fault: LocatedFault, layer: int, parts: Sequence[Part]) -> LocatedFault:
-    """Return a noise or a spike in `layer` as of type other if every part that showed it shows the same again."""
-    if fault.type not in _RANDOM:
+    """Return a noise or a spike in `layer` as of type other if the first part that showed it shows the same again.
+
+    One part is enough, because random numbers do not repeat, and the later parts are dear.
+    """
+    showing = next((part for part in parts if _wrong(part.checks, layer, fault.site)), None)
+    if fault.type not in _RANDOM or showing is None:
         return fault
-    showing = [part for part in parts if _wrong(part.checks, layer, fault.site)]
-    same = all(_are_equal(*(_wrong(found, layer, fault.site) for found in (p.checks, p.second_run))) for p in showing)
-    return as_repeated(fault, "the same in a second run") if showing and same else fault
+    first, second = (_wrong(checks, layer, fault.site) for checks in (showing.checks, showing.second_run))
+    return as_repeated(fault, "the same in a second run") if _are_equal(first, second) else fault
 
 
 def as_repeated(fault: LocatedFault, words: str) -> LocatedFault:
