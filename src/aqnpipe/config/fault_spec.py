@@ -4,7 +4,7 @@ from typing import Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError
 
-from aqnpipe.config.base import FrozenModel, Seed, describe_validation_error, key_values
+from aqnpipe.config.base import FrozenModel, describe_validation_error, key_values
 from aqnpipe.config.noise import Fault, FaultType
 from aqnpipe.errors import ConfigError
 
@@ -20,7 +20,6 @@ class CollectiveFault(FrozenModel):
     magnitude: float = Field(gt=0, le=1)
     sparsity: float = Field(default=1.0, gt=0, le=1)
     rank: int = Field(default=0, ge=0)
-    seed: Seed = 0
 
     @property
     def of_results(self) -> Fault:
@@ -57,9 +56,8 @@ def _parse(spec: str, form: type[Parsed]) -> Parsed:
 def format_fault(fault: AnyFault) -> str:
     """Return the spec of `fault` without default values; the inverse of `parse_fault_of_node`."""
     fields = type(fault).model_fields
-    values = {name: getattr(fault, name) for name in fields}
     return ",".join(
         f"{name}={value!r}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in values.items()
+        for name, value in fault
         if fields[name].is_required() or value != fields[name].default
     )

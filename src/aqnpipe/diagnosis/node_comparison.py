@@ -66,7 +66,7 @@ def of_all_ranks(reports: Sequence[Collectives]) -> Collectives:
     names = ", ".join(dict.fromkeys(fault.collective for fault in faults))
     update = {
         "verdict": "fault" if faults else "healthy",
-        "reason": f"{names or 'nothing'} wrong in {first.calls} calls on {len(reports)} ranks",
+        "reason": f"{first.calls} calls on each of {len(reports)} ranks compared, wrong: {names or 'none'}",
         "faults": faults,
         "simulated_faults": tuple(fault for report in reports for fault in report.simulated_faults),
     }

@@ -155,7 +155,7 @@ def _compare_ranks(
     interrupted: bool,
 ) -> Collectives:
     """Run a process per device again, as ranks of one group, and return what they found."""
-    if reason := "interrupted" if interrupted else _why_not_compared(reports):
+    if reason := "interrupted" if interrupted else _why_not_compared([order.device for order in orders], reports):
         return Collectives(verdict=None, reason=reason)
     count = len(orders)
     show_progress(f"collectives between {count} devices")
@@ -172,11 +172,11 @@ def _compare_ranks(
     return of_all_ranks([read_json(order.report, Collectives) for order in ranks])
 
 
-def _why_not_compared(reports: Sequence[DeviceReport]) -> str | None:
+def _why_not_compared(devices: Sequence[str], reports: Sequence[DeviceReport]) -> str | None:
     """Return why there is nothing to compare between the devices; None if there is."""
-    if len(reports) == 1:
+    if len(devices) == 1:
         return "one device"
-    if len({report.device.partition(":")[0] for report in reports}) > 1:
+    if len({device.partition(":")[0] for device in devices}) > 1:
         return "devices of different types"
     failed = [report.device for report in reports if report.verdict == "error"]
     return f"{', '.join(failed)} could not be diagnosed" if failed else None

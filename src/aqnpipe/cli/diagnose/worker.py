@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,6 +121,9 @@ def _compare_ranks(order: Order, stop: Stop) -> None:
         store = distributed.FileStore(str(order.report.parent / "meeting"), order.num_ranks)
         distributed.init_process_group(backend, store=store, rank=order.rank, world_size=order.num_ranks)
         report = compare_collectives(device, dtype, order.config.seed, faults, stop.check)
+        # One that closes its connections early would end the last call of a slower one.
+        store.set(f"done {order.rank}", "")
+        store.wait([f"done {rank}" for rank in range(order.num_ranks)], timedelta(hours=1))
         distributed.destroy_process_group()
     except RuntimeError as error:
         raise DeviceError(f"{order.device}: {first_line(error)}") from error
