@@ -132,7 +132,8 @@ def diagnose(
     _check_ranks(faults, (device,))
     target = usable_device(device)
     source = find_model(model, dtype, attention, random_weights=random_weights)
-    _leave(diagnose_here(source, target, method, config, faults, outputs).verdict)
+    inside = tuple(found for found in faults if isinstance(found, Fault))
+    _leave(diagnose_here(source, target, method, config, inside, outputs).verdict)
 
 
 def parse_duration(text: str) -> float:
