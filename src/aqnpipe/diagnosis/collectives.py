@@ -125,18 +125,18 @@ def compare_collectives(
     simulated = [(fault, FaultHook(fault.of_results, Row("forward"))) for fault in faults if fault.rank == rank]
     faulty = []
     for name, run in COLLECTIVES.items():
-        wrong: list[_Wrong] = []
+        wrong = []
         for size, number in ((size, number) for size, calls in CALLS.items() for number in range(calls)):
             show_progress(f"{name} of {size:,} elements, call {number + 1}")
             generator = keyed_generator("cpu", seed, f"collectives.{name}", size, number)
-            result, expected = run(Call(rank, num_ranks, device, dtype, size, generator))
+            call = Call(rank, num_ranks, device, dtype, size, generator)
+            result, expected = run(call)
             observed = result.cpu()
             for hook in (hook for fault, hook in simulated if fault.site == name):
                 observed = hook.apply(observed)
-            if len(indices := (observed != expected).nonzero()):  # no right element is NaN; zeros have any sign
-                first = int(indices[0])
-                wrong.append(_Wrong(len(observed), len(indices), first, float(expected[first]), float(observed[first])))
-        faulty += [_in_all_calls(name, rank, device, dtype, wrong)] if wrong else []
+            if not torch.equal(observed, expected):  # no right element is NaN; zeros have any sign
+                wrong.append((expected, observed))
+        faulty += [_in_all_calls(name, call, wrong)] if wrong else []
     return Collectives(
         verdict="fault" if faulty else "healthy",
         reason=f"rank {rank}",
@@ -146,30 +146,21 @@ def compare_collectives(
     )
 
 
-@dataclass(frozen=True)
-class _Wrong:
-    """A wrong result of one call: its elements, the number of wrong ones, and the first of them."""
-
-    size: int
-    count: int
-    first: int
-    expected: float
-    observed: float
-
-
-def _in_all_calls(
-    name: str, rank: int, device: torch.device, dtype: torch.dtype, wrong: Sequence[_Wrong]
-) -> WrongCollective:
+def _in_all_calls(name: str, call: Call, wrong: Sequence[tuple[Tensor, Tensor]]) -> WrongCollective:
+    """Return what is wrong in the (expected, observed) results of the wrong calls of a collective."""
+    indices = [(expected != observed).nonzero() for expected, observed in wrong]
+    first = int(indices[0][0])
+    expected, observed = (float(result[first]) for result in wrong[0])
     return WrongCollective(
         collective=name,
-        rank=rank,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        sizes=tuple(dict.fromkeys(result.size for result in wrong)),
-        wrong_elements=sum(result.count for result in wrong),
-        first_index=wrong[0].first,
-        expected=repr(wrong[0].expected),
-        observed=repr(wrong[0].observed),
+        rank=call.rank,
+        device=str(call.device),
+        dtype=str(call.dtype).removeprefix("torch."),
+        sizes=tuple(dict.fromkeys(len(observed) for _, observed in wrong)),
+        wrong_elements=sum(map(len, indices)),
+        first_index=first,
+        expected=repr(expected),
+        observed=repr(observed),
         wrong_calls=len(wrong),
         calls=sum(CALLS.values()),
     )
