@@ -22,6 +22,7 @@ from aqnpipe.cli.main import app
 from aqnpipe.diagnosis.node_comparison import node_of
 from aqnpipe.errors import AqnpipeError
 
+BETWEEN = "type=bias,site=all_reduce,magnitude=0.1"
 FAULT = "type=bias,layer=1,magnitude=0.1,sparsity=0.05,site=o_proj"
 
 
@@ -60,6 +61,8 @@ def test_a_fault_on_a_node_in_the_table_the_json_and_the_history(model, tmp_path
     assert report.time.utcoffset() == timedelta(0)
     assert {"torch", "transformers"} <= report.versions.keys()
     assert [device.device for device in report.devices] == ["cpu", "cpu"]
+    assert (report.collectives.verdict, report.collectives.faults) == ("healthy", ())
+    assert "collectives: healthy: 205 calls on each of 2 ranks compared, wrong: none" in words(result.stdout)
     for device in report.devices:
         assert [(fault.layer, fault.site) for fault in device.faults] == [(1, "o_proj")]
         assert device.hardware.name
@@ -68,6 +71,20 @@ def test_a_fault_on_a_node_in_the_table_the_json_and_the_history(model, tmp_path
     (entry,) = history.iterdir()
     assert re.fullmatch(r"[\w.-]+_\d{8}T\d{6}Z\.json", entry.name)
     assert entry.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_fault_between_ranks_is_exit_3_although_every_device_is_healthy(model, tmp_path):
+    path = tmp_path / "node.json"
+    fault = "type=bias,site=all_gather,magnitude=0.1,sparsity=0.001,rank=1"
+    result = aqnpipe("diagnose", model, "--devices", "cpu,cpu", "--method", "exact", "--fault", fault, "--json", path)
+    assert result.exit_code == 3, result.output
+    report = read_json(path, NodeReport)
+    assert (report.verdict, [device.verdict for device in report.devices]) == ("fault", ["healthy", "healthy"])
+    (wrong,) = report.collectives.faults
+    assert (wrong.collective, wrong.rank, wrong.dtype) == ("all_gather", 1, "float32")
+    assert f"all_gather in float32, result of rank 1 (cpu): {wrong.wrong_elements:,} elements" in words(result.stdout)
+    assert "The fault is simulated; nothing follows for this node." in result.stdout
 
 
 @pytest.mark.slow
@@ -188,6 +205,12 @@ def no_work(monkeypatch):
         (["tiny", "--history", "{}/none"], "--history: {}/none: found no such folder"),
         (["tiny", "--logs", "{}/none", "--devices", "cpu"], "--logs: {}/none: found no such folder"),
         (["huge", "--devices", "cpu"], "model source 'huge' is unknown"),
+        (["tiny", "--fault", BETWEEN], f"fault '{BETWEEN}': found cpu, expected --devices with at least 2 of one type"),
+        (
+            ["tiny", "--fault", f"{BETWEEN},rank=2", "--devices", "cpu,cpu"],
+            "found cpu, cpu, expected --devices with",
+        ),
+        (["tiny", "--fault", f"{BETWEEN},layer=2", "--devices", "cpu,cpu"], "unknown key 'layer', expected type, site"),
     ],
 )
 def test_refusals_are_one_line_before_the_work(arguments, message, tmp_path):

@@ -1,12 +1,13 @@
 """A fault in terms of hardware, and what was not tested, as text."""
 
 import pytest
-from made_up_diagnoses import diagnosis, located
+from made_up_diagnoses import diagnosis, located, wrong_sum
 from rich.console import Console
 
-from aqnpipe.artifacts.diagnoses import FaultBits, KernelFault, TilePlace, Untested
+from aqnpipe.artifacts.diagnoses import Collectives, FaultBits, KernelFault, TilePlace, Untested
 from aqnpipe.artifacts.hardware import Hardware
 from aqnpipe.cli.diagnose.show import (
+    collective_lines,
     evidence_in_bits,
     next_steps,
     show_comparison,
@@ -120,3 +121,21 @@ def test_names_in_brackets_are_no_markup(capsys):
     after = before.model_copy(update={"model": "[bold]x[/bold]"})
     show_comparison(compare_nodes(before, after))
     assert "model: tiny -> [bold]x[/bold]" in capsys.readouterr().out
+
+
+def test_collectives_in_words_and_what_to_do():
+    node = node_of(diagnosis())
+    assert collective_lines(node) == []
+
+    def lines(**found):
+        return collective_lines(node.model_copy(update={"collectives": Collectives(**found)}))
+
+    assert lines(verdict=None, reason="one device") == ["not tested: collectives between devices (one device)"]
+    assert lines(verdict="healthy", reason="5 calls") == ["collectives: healthy: 5 calls"]
+    assert lines(verdict="error", reason="rank 1: died") == ["collectives: error: rank 1: died"]
+    first, fault, advice = lines(verdict="fault", reason="wrong: all_reduce", faults=(wrong_sum(),))
+    assert first == "collectives: fault: wrong: all_reduce"
+    assert fault == wrong_sum().in_words
+    assert advice.startswith("Train on one device of this node at a time.")
+    simulated = lines(verdict="fault", reason="", faults=(wrong_sum(),), simulated_faults=({"site": "all_reduce"},))
+    assert simulated[-1] == "The fault is simulated; nothing follows for this node."

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqnpipe.config.fault_spec import format_fault, parse_fault
+from aqnpipe.config.fault_spec import Collective, CollectiveFault, format_fault, parse_fault, parse_fault_of_node
 from aqnpipe.config.noise import Fault, FaultSite, FaultType
 from aqnpipe.errors import ConfigError
 
@@ -29,9 +29,27 @@ def test_spaces_and_order_do_not_matter():
     assert parse_fault(" layer = 2 , magnitude=1e-3,type=bias") == Fault(type="bias", layer=2, magnitude=0.001)
 
 
+BETWEEN_RANKS = st.builds(
+    CollectiveFault,
+    type=st.sampled_from(get_args(FaultType)),
+    site=st.sampled_from(get_args(Collective)),
+    magnitude=st.floats(1e-9, 1),
+    sparsity=st.floats(1e-9, 1),
+    rank=st.integers(0, 7),
+)
+
+
 @given(FAULTS)
 def test_what_is_written_reads_back(fault):
-    assert parse_fault(format_fault(fault)) == fault
+    assert parse_fault(format_fault(fault)) == parse_fault_of_node(format_fault(fault)) == fault
+
+
+@given(BETWEEN_RANKS)
+def test_faults_between_ranks_read_back(fault):
+    assert parse_fault_of_node(format_fault(fault)) == fault
+    assert parse_fault_of_node("type=bias, magnitude=0.1, site = all_gather").site == "all_gather"
+    with pytest.raises(ConfigError):
+        parse_fault(format_fault(fault))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """What two reports of a node say about its change, in words and as an exit code."""
 
 import pytest
-from made_up_diagnoses import HARDWARE, diagnosis, located
+from made_up_diagnoses import HARDWARE, diagnosis, located, wrong_sum
 
-from aqnpipe.artifacts.diagnoses import KernelFault, Untested
+from aqnpipe.artifacts.diagnoses import Collectives, KernelFault, Untested
 from aqnpipe.diagnosis.node_comparison import compare_nodes, node_of
 
 
@@ -116,3 +116,36 @@ def test_two_processes_of_one_cpu_are_told_apart():
     found = compare_nodes(before, after)
     assert found.lines[0] == "cpu: healthy -> fault"
     assert found.new_faults == 1
+
+
+def between(*faults, verdict=None):
+    return Collectives(verdict=verdict or ("fault" if faults else "healthy"), reason="reason", calls=5, faults=faults)
+
+
+def with_collectives(found):
+    return HEALTHY.model_copy(update={"collectives": found})
+
+
+def test_a_new_fault_between_ranks_is_exit_3_and_one_that_is_gone_is_named():
+    before, after = with_collectives(between()), with_collectives(between(wrong_sum()))
+    words = (
+        "all_reduce in bfloat16, result of rank 1 (cuda:1): 8 elements wrong in 4 of 41 calls, "
+        "first at index 7 of 1,021: expected 2.5, observed nan"
+    )
+    found = compare_nodes(before, after)
+    assert found.lines == ("collectives: healthy -> fault", f"collectives: new fault: {words}")
+    assert found.exit_code == 3
+    assert compare_nodes(after, before).lines == ("collectives: fault -> healthy", f"collectives: fault gone: {words}")
+    assert compare_nodes(after, before).exit_code == 0
+    # With other numbers of wrong elements it is the same fault; on another rank it is a new one.
+    assert compare_nodes(after, with_collectives(between(wrong_sum(elements=9)))).exit_code == 0
+    assert compare_nodes(after, with_collectives(between(wrong_sum(rank=0)))).exit_code == 3
+
+
+def test_collectives_that_are_no_longer_compared_are_exit_4():
+    untested = Collectives(verdict=None, reason="interrupted")
+    for after in (untested, between(verdict="error"), None):
+        assert compare_nodes(with_collectives(between()), with_collectives(after)).exit_code == 4
+    # Files of earlier versions have none.
+    assert compare_nodes(HEALTHY, with_collectives(between())).lines == ("collectives: not tested -> healthy",)
+    assert compare_nodes(HEALTHY, with_collectives(untested)).exit_code == 0

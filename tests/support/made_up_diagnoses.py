@@ -1,6 +1,6 @@
 """Made-up diagnoses of one device, for tests of what is done with them."""
 
-from aqnpipe.artifacts.diagnoses import DiagnosisFile, LocatedFault
+from aqnpipe.artifacts.diagnoses import DiagnosisFile, LocatedFault, WrongCollective
 from aqnpipe.artifacts.hardware import Hardware
 
 HARDWARE = Hardware(name="H100", uuid="GPU-1", temperature_celsius=30.0)
@@ -44,4 +44,20 @@ def diagnosis(*faults, verdict=None):
         versions={"torch": "2"},
         seconds=2.0,
         layers=(),
+    )
+
+
+def wrong_sum(rank=1, elements=8):
+    return WrongCollective(
+        collective="all_reduce",
+        rank=rank,
+        device=f"cuda:{rank}",
+        dtype="bfloat16",
+        sizes=(1021,),
+        wrong_elements=elements,
+        first_index=7,
+        expected="2.5",
+        observed="nan",
+        wrong_calls=4,
+        calls=41,
     )

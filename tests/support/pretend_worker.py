@@ -21,8 +21,12 @@ def main() -> None:
     stopped = []
     signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
     order = json.loads(Path(sys.argv[1]).read_text())
-    # The first device does what its model is called, the others are healthy and wait with it.
     words = order["model"]["name"].split()
+    if order["num_ranks"]:
+        be_a_rank(order, words)
+        return
+    # The first device does what its model is called, the others are healthy and wait with it.
+    words = [word for word in words if not word.startswith("rank-")]
     if Path(order["report"]).stem != "0":
         words = ["healthy", *(word for word in words if word == "wait")]
     for name in ("fault", "healthy"):
@@ -39,6 +43,19 @@ def main() -> None:
         time.sleep(0.02)
     if stopped and "deaf" in words:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def be_a_rank(order: dict, words: list[str]) -> None:
+    """The second rank does what the words with rank- say, the others miss it."""
+    say("all_reduce of 7 elements, call 1")
+    if "rank-dies" in words or "rank-hangs" in words:
+        while order["rank"] == 0 or "rank-hangs" in words:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "rank-errs" in words and order["rank"] == 1:
+        say("ERROR: cpu: Connection closed by peer")
+        sys.exit(2)
+    shutil.copy(Path(os.environ["PRETENDED_REPORTS"]) / "rank.json", order["report"])
 
 
 if __name__ == "__main__":

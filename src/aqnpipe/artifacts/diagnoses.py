@@ -399,6 +399,42 @@ class DeviceReport(Artifact):
     log: str | None = Field(default=None, description="null if the log was not kept")
 
 
+class WrongCollective(Artifact):
+    """Wrong elements of the results of one collective on one rank."""
+
+    collective: str
+    rank: int = Field(description="place in `devices` of the node")
+    device: str
+    dtype: str
+    sizes: tuple[int, ...] = Field(description="elements of the results of which some are wrong")
+    wrong_elements: int
+    first_index: int = Field(description="first wrong element of the first wrong result, which has sizes[0] elements")
+    expected: str = Field(description="value of this element, with all digits")
+    observed: str
+    wrong_calls: int
+    calls: int
+
+    @property
+    def in_words(self) -> str:
+        """As in: all_reduce in bfloat16, result of rank 1 (cuda:1): 8 elements wrong in 4 of 41 calls, first ..."""
+        place = f"first at index {self.first_index:,} of {self.sizes[0]:,}"
+        values = f"expected {self.expected}, observed {self.observed}"
+        wrong = f"{self.wrong_elements:,} elements wrong in {self.wrong_calls} of {self.calls} calls"
+        return (
+            f"{self.collective} in {self.dtype}, result of rank {self.rank} ({self.device}): {wrong}, {place}: {values}"
+        )
+
+
+class Collectives(Artifact):
+    """Collectives between the devices of a node, a process each, compared with results of the host in every element."""
+
+    verdict: Outcome | None = Field(description="null if they were not tested; `reason` says why")
+    reason: str
+    calls: int = Field(default=0, description="compared calls of every rank")
+    faults: tuple[WrongCollective, ...] = ()
+    simulated_faults: tuple[dict[str, object], ...] = ()
+
+
 class NodeReport(Artifact):
     """Output of `aqnpipe diagnose` for several devices (--devices), repeated runs (--duration) or a history."""
 
@@ -414,6 +450,7 @@ class NodeReport(Artifact):
     versions: dict[str, str]
     seconds: float = Field(ge=0)
     devices: tuple[DeviceReport, ...]
+    collectives: Collectives | None = Field(default=None, description="null in files of earlier versions")
 
 
 EXIT_CODES: dict[Outcome, int] = {"fault": 3, "error": 2, "abstain": 4, "healthy": 0}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from aqnpipe.artifacts.diagnoses import Finding, LayerMetrics, Verdict
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
-from aqnpipe.config.fault_spec import format_fault
+from aqnpipe.config.fault_spec import AnyFault, format_fault
 from aqnpipe.config.noise import Fault
 from aqnpipe.diagnosis.capture import NonFiniteOutputError
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES
@@ -97,7 +97,7 @@ def _scan(
         return None, error
 
 
-def describe_fault(fault: Fault, row: Row) -> dict[str, object]:
+def describe_fault(fault: AnyFault, row: Row) -> dict[str, object]:
     """Return the simulated fault and the number of values it changed; ReceiptError if it changed none."""
     if not row.changed:
         raise ReceiptError(

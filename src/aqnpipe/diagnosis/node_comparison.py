@@ -1,11 +1,19 @@
 """Changes between two reports of a node: devices, verdicts, faults, versions and untested parts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from aqnpipe.artifacts.diagnoses import EXIT_CODES, DeviceReport, DiagnosisFile, LocatedFault, NodeReport
+from aqnpipe.artifacts.diagnoses import (
+    EXIT_CODES,
+    Collectives,
+    DeviceReport,
+    DiagnosisFile,
+    LocatedFault,
+    NodeReport,
+)
 
 _SETTINGS = ("host", "model", "dtype", "attention", "method", "seed")
+_DECIDED = ("healthy", "fault")
 _PARTS = ("name", "uuid", "serial", "driver", "toolkit")
 
 
@@ -49,6 +57,22 @@ def node_of(file: DiagnosisFile) -> NodeReport:
     return NodeReport.model_validate({**shared, "exit_code": EXIT_CODES[file.verdict], "devices": (device,)})
 
 
+def of_all_ranks(reports: Sequence[Collectives]) -> Collectives:
+    """Return the report on the collectives of a node from those of its ranks."""
+    first = reports[0]
+    if first.verdict is None:
+        return first
+    faults = tuple(fault for report in reports for fault in report.faults)
+    names = ", ".join(dict.fromkeys(fault.collective for fault in faults))
+    update = {
+        "verdict": "fault" if faults else "healthy",
+        "reason": f"{first.calls} calls on each of {len(reports)} ranks compared, wrong: {names or 'none'}",
+        "faults": faults,
+        "simulated_faults": tuple(fault for report in reports for fault in report.simulated_faults),
+    }
+    return first.model_copy(update=update)
+
+
 def compare_nodes(before: NodeReport, after: NodeReport) -> Comparison:
     """Return what changed from `before` to `after`. Devices are matched by UUID or serial number, else by name."""
     lines = [*_settings(before, after), *_versions(before.versions, after.versions)]
@@ -65,6 +89,10 @@ def compare_nodes(before: NodeReport, after: NodeReport) -> Comparison:
         lines += [f"{device.device}: {change}" for change in changes]
         new_faults += appeared
         less_tested += lost
+    changes, appeared, lost = _collective_changes(before.collectives, after.collectives)
+    lines += [f"collectives: {change}" for change in changes]
+    new_faults += appeared
+    less_tested += lost
     return Comparison(tuple(lines), new_faults, less_tested)
 
 
@@ -105,9 +133,20 @@ def _device_changes(before: DeviceReport | None, after: DeviceReport) -> tuple[l
     if tested:
         changes.append(f"now tested: {', '.join(tested)}")
     changes += _versions(_parts(before), _parts(after))
-    decided = ("healthy", "fault")
-    lost = bool(untested) or (before.verdict in decided and after.verdict not in decided)
+    lost = bool(untested) or (before.verdict in _DECIDED and after.verdict not in _DECIDED)
     return changes, len(appeared), int(lost)
+
+
+def _collective_changes(before: Collectives | None, after: Collectives | None) -> tuple[list[str], int, int]:
+    """Return what `_device_changes` does. A fault is the same if collective and rank are."""
+    old, new = (
+        {(fault.collective, fault.rank): fault for fault in part.faults} if part else {} for part in (before, after)
+    )
+    appeared = [f"new fault: {fault.in_words}" for place, fault in new.items() if place not in old]
+    gone = [f"fault gone: {fault.in_words}" for place, fault in old.items() if place not in new]
+    earlier, now = (part.verdict if part else None for part in (before, after))
+    changed = [f"{earlier or 'not tested'} -> {now or 'not tested'}"] if earlier != now else []
+    return changed + appeared + gone, len(appeared), int(earlier in _DECIDED and now not in _DECIDED)
 
 
 def _by_identity(report: NodeReport) -> dict[str, DeviceReport]:

@@ -26,7 +26,7 @@ from aqnpipe.cli.options import (
 )
 from aqnpipe.config.base import LARGEST_SEED, MOST_THREADS
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
-from aqnpipe.config.fault_spec import parse_fault
+from aqnpipe.config.fault_spec import AnyFault, CollectiveFault, format_fault, parse_fault_of_node
 from aqnpipe.config.model import Attention, Dtype, read_json_object
 from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ConfigError, DataError, ModelError
@@ -67,7 +67,8 @@ def diagnose(
     fault: Annotated[
         list[str] | None,
         typer.Option(
-            help="simulate a fault: comma-separated key=value pairs, keys type, layer, magnitude, sparsity, site"
+            help="simulate a fault: comma-separated key=value pairs, keys type, layer, magnitude, sparsity, site; "
+            "with --devices, a site such as all_reduce and a rank in place of the layer"
         ),
     ] = None,
     method: Annotated[
@@ -119,17 +120,20 @@ def diagnose(
     if {"device", "devices"} <= given:
         raise ConfigError("diagnose: found --device and --devices, expected one of the two")
     config = DiagnosisConfig(num_prompts=prompts, threads=threads, seed=seed)
-    faults = tuple(parse_fault(spec) for spec in fault or ())
+    faults = tuple(parse_fault_of_node(spec) for spec in fault or ())
     outputs = Outputs(json=json, history=history, logs=logs, reproducer=reproducer)
     outputs.check()
     if given & {"devices", "duration", "history", "logs"}:
         names = parse_devices("--devices", devices) if devices is not None else parse_devices("--device", device)
+        _check_ranks(faults, names)
         seconds = None if duration is None else parse_duration(duration)
         source = find_model(model, dtype, attention, random_weights=random_weights)
         _leave(diagnose_node(source, names, seconds, method, config, faults, outputs).verdict)
+    _check_ranks(faults, (device,))
     target = usable_device(device)
     source = find_model(model, dtype, attention, random_weights=random_weights)
-    _leave(diagnose_here(source, target, method, config, faults, outputs).verdict)
+    inside = tuple(found for found in faults if isinstance(found, Fault))
+    _leave(diagnose_here(source, target, method, config, inside, outputs).verdict)
 
 
 def parse_duration(text: str) -> float:
@@ -139,6 +143,17 @@ def parse_duration(text: str) -> float:
     if not seconds:
         raise ConfigError(f"--duration {text!r}: expected a number and a unit, as in 30s, 15m or 2h")
     return seconds
+
+
+def _check_ranks(faults: Sequence[AnyFault], devices: Sequence[str]) -> None:
+    """Raise ConfigError if a simulated fault of a collective is on a rank that there is not."""
+    ranks = len(devices) if len({device.partition(":")[0] for device in devices}) == 1 else 0
+    for fault in (fault for fault in faults if isinstance(fault, CollectiveFault)):
+        if fault.rank >= ranks or ranks < 2:
+            raise ConfigError(
+                f"fault {format_fault(fault)!r}: found {', '.join(devices)}, expected --devices with at least "
+                f"{max(2, fault.rank + 1)} of one type"
+            )
 
 
 def _leave(verdict: "Outcome") -> NoReturn:
@@ -203,7 +218,7 @@ def diagnose_node(
     duration_seconds: float | None,
     method: DiagnosisMethod,
     config: DiagnosisConfig,
-    faults: tuple[Fault, ...],
+    faults: tuple[AnyFault, ...],
     outputs: Outputs,
 ) -> "NodeReport":
     """Diagnose `devices` in parallel, print what was found and write it where `outputs` asks for it."""
@@ -217,8 +232,9 @@ def diagnose_node(
 
     started, clock = datetime.now(UTC), time.monotonic()
     with console_of(stderr=True).status("starting") as status:
-        reports = diagnose_devices(orders, outputs.logs, status.update)
-    verdict = worst(report.verdict for report in reports)
+        reports, collectives = diagnose_devices(orders, outputs.logs, status.update)
+    outcomes = [report.verdict for report in reports]
+    verdict = worst(outcomes if collectives.verdict is None else [*outcomes, collectives.verdict])
     node = NodeReport(
         time=started,
         host=socket.gethostname(),
@@ -232,6 +248,7 @@ def diagnose_node(
         versions=versions(),
         seconds=round(time.monotonic() - clock, 2),
         devices=tuple(reports),
+        collectives=collectives,
     )
     _write(node, outputs)
     show_node(node)
@@ -260,7 +277,7 @@ def make_orders(
     duration_seconds: float | None,
     method: DiagnosisMethod,
     config: DiagnosisConfig,
-    faults: tuple[Fault, ...],
+    faults: tuple[AnyFault, ...],
     reproducer: Path | None = None,
 ) -> "list[Order]":
     """Return the orders of `devices`, whose reports are numbered files in `folder`."""

@@ -1,5 +1,7 @@
 """Several devices at once: one process per device, each with its own log, and one report of all of them.
 
+Then, if there are at least two of one type, one process per device again, for the collectives between them.
+
 A process of its own per device keeps a crash of one (an illegal address, an exhausted memory) from ending the others.
 Processes are new ones, not forks, because neither CUDA nor CANN survives a fork.
 """
@@ -15,12 +17,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from aqnpipe.artifacts.diagnoses import DeviceReport, Outcome
+from aqnpipe.artifacts.diagnoses import Collectives, DeviceReport, Outcome
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.diagnose.worker import Order
 from aqnpipe.diagnosis.device_runs import INTERRUPTED
+from aqnpipe.diagnosis.node_comparison import of_all_ranks
 
 _SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_WITHOUT_PROGRESS = 300.0
+"""A rank says before every call what it begins. Calls take less than a second, the start minutes on a busy machine."""
+
 _MODULE = "aqnpipe.cli.diagnose.worker"
 
 
@@ -43,9 +49,14 @@ class Worker:
             )
 
     @property
+    def code(self) -> int | None:
+        """Return the exit code, below 0 after a signal; None if the process has not ended yet."""
+        return self._process.poll()
+
+    @property
     def running(self) -> bool:
         """Return whether the process has not ended yet."""
-        return self._process.poll() is None
+        return self.code is None
 
     def interrupt(self) -> None:
         """Ask the process to report what it has found and to end."""
@@ -66,7 +77,7 @@ class Worker:
             return _as_interrupted(found) if found else self._without_report("abstain", INTERRUPTED)
         if code == 0 and found is not None:
             return found
-        reason = self._last_words(code)
+        reason = self.last_words()
         if found is None:
             return self._without_report("error", reason)
         verdict: Outcome = "fault" if found.verdict == "fault" else "error"
@@ -75,9 +86,14 @@ class Worker:
     def _without_report(self, verdict: Outcome, reason: str) -> DeviceReport:
         return DeviceReport(device=self.order.device, hardware=None, verdict=verdict, reason=reason)
 
-    def _last_words(self, code: int) -> str:
+    def last_line(self) -> str:
+        """Return the last line of the log."""
         lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        last = next((line for line in reversed(lines) if line), "no output")
+        return next((line for line in reversed(lines) if line), "no output")
+
+    def last_words(self) -> str:
+        """Return how the process ended, and its last line."""
+        code, last = self._process.wait(), self.last_line()
         if last.startswith("ERROR: "):
             return last.removeprefix("ERROR: ")
         ended = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -86,37 +102,99 @@ class Worker:
 
 def diagnose_devices(
     orders: Callable[[Path], Sequence[Order]], logs: Path | None, show_progress: Callable[[str], None]
-) -> list[DeviceReport]:
-    """Carry out the orders, which `orders` returns for a folder of reports, at the same time; return their reports.
+) -> tuple[list[DeviceReport], Collectives]:
+    """Carry out the orders, which `orders` returns for a folder of reports, at the same time, then compare collectives.
 
     logs: folder of the logs, `N.DEVICE.log`. Without one they are kept, in a temporary folder, only if a device could
     not be diagnosed. SIGINT or SIGTERM ends the work with what was found so far; a second one ends it at once.
     """
     folder = Path(tempfile.mkdtemp(prefix="aqnpipe-diagnose-"))
-    workers: list[Worker] = []
     keep = logs is not None
     try:
-        with _passed_on(workers) as interrupted:
-            for number, order in enumerate(orders(folder)):
-                name = f"{number}.{order.device.replace(':', '-')}.log"
-                workers.append(Worker(order, (logs or folder) / name))
-            if interrupted:  # before the last ones were started
-                for worker in workers:
-                    worker.interrupt()
+        ordered = orders(folder)
+        with _started(ordered, logs or folder) as (workers, interrupted):
             while running := sum(worker.running for worker in workers):
                 show_progress(f"{running} of {len(workers)} devices at work")
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
-        reports = [worker.report(interrupted=bool(interrupted)) for worker in workers]
+            reports = [worker.report(interrupted=bool(interrupted)) for worker in workers]
+        collectives = _compare_ranks(ordered, reports, logs or folder, show_progress, interrupted=bool(interrupted))
         keep = keep or any(report.verdict == "error" or "; then: " in report.reason for report in reports)
+        keep = keep or collectives.verdict == "error"
         return [
             report.model_copy(update={"log": str(worker.log) if keep else None})
             for report, worker in zip(reports, workers, strict=True)
-        ]
+        ], collectives
+    finally:
+        if logs is not None or not keep:
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def _started(orders: Sequence[Order], logs: Path) -> Iterator[tuple[list[Worker], list[int]]]:
+    """Start a process per order; yield them and the signals that came. In the end none of them runs."""
+    workers: list[Worker] = []
+    try:
+        with _passed_on(workers) as interrupted:
+            for order in orders:
+                workers.append(Worker(order, logs / f"{order.report.stem}.{order.device.replace(':', '-')}.log"))
+            if interrupted:  # before the last ones were started
+                for worker in workers:
+                    worker.interrupt()
+            yield workers, interrupted
     finally:
         for worker in workers:
             worker.kill()
-        if logs is not None or not keep:
-            shutil.rmtree(folder)
+
+
+def _compare_ranks(
+    orders: Sequence[Order],
+    reports: Sequence[DeviceReport],
+    logs: Path,
+    show_progress: Callable[[str], None],
+    *,
+    interrupted: bool,
+) -> Collectives:
+    """Run a process per device again, as ranks of one group, and return what they found."""
+    if reason := "interrupted" if interrupted else _why_not_compared([order.device for order in orders], reports):
+        return Collectives(verdict=None, reason=reason)
+    count = len(orders)
+    show_progress(f"collectives between {count} devices")
+    ranks = [
+        order.model_copy(update={"rank": rank, "num_ranks": count, "report": order.report.with_stem(f"rank{rank}")})
+        for rank, order in enumerate(orders)
+    ]
+    with _started(ranks, logs) as (workers, signals):
+        problem = _wait_for_ranks(workers, signals)
+    if signals:
+        return Collectives(verdict=None, reason="interrupted")
+    if problem:
+        return Collectives(verdict="error", reason=problem)
+    return of_all_ranks([read_json(order.report, Collectives) for order in ranks])
+
+
+def _why_not_compared(devices: Sequence[str], reports: Sequence[DeviceReport]) -> str | None:
+    """Return why there is nothing to compare between the devices; None if there is."""
+    if len(devices) == 1:
+        return "one device"
+    if len({device.partition(":")[0] for device in devices}) > 1:
+        return "devices of different types"
+    failed = [report.device for report in reports if report.verdict == "error"]
+    return f"{', '.join(failed)} could not be diagnosed" if failed else None
+
+
+def _wait_for_ranks(workers: Sequence[Worker], signals: Sequence[int]) -> str | None:
+    """Wait for the ranks to end; return why they cannot, if one has failed or none goes on. Stop at a signal."""
+    written, since = [0], time.monotonic()
+    while not signals and any(worker.running for worker in workers) and not any(worker.code for worker in workers):
+        now = [worker.log.stat().st_size for worker in workers]
+        written, since = now, since if now == written else time.monotonic()
+        if time.monotonic() - since > _SECONDS_WITHOUT_PROGRESS:
+            places = ", ".join(f"rank {worker.order.rank} in {worker.last_line()}" for worker in workers)
+            return f"no rank went on for {_SECONDS_WITHOUT_PROGRESS:.0f} s: {places}"
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    # A rank that a signal ended comes first: the others failed because they missed it.
+    failed = sorted((worker for worker in workers if worker.code), key=lambda worker: worker.code or 0)
+    return f"rank {failed[0].order.rank}: {failed[0].last_words()}" if failed else None
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def show_node(report: "NodeReport") -> None:
     console.print(devices)
     for device in report.devices:
         _show_device(console, device)
-    for line in untested_lines(report.devices):
+    for line in (*untested_lines(report.devices), *collective_lines(report)):
         console.print(Text(line))
 
 
@@ -81,6 +81,24 @@ def next_steps(file: "DiagnosisFile") -> list[str]:
         f"Report to its vendor: these numbers, the line on the kernel above, and {proof}.",
         "Weights trained on it since its last healthy diagnosis are in doubt; training.verify stops such runs.",
     ]
+
+
+def collective_lines(report: "NodeReport") -> list[str]:
+    """Return what was found between the devices, and what to do about it; nothing for files of earlier versions."""
+    found = report.collectives
+    if found is None:
+        return []
+    if found.verdict is None:
+        return [f"not tested: collectives between devices ({found.reason})"]
+    lines = [f"collectives: {found.verdict}: {found.reason}", *(fault.in_words for fault in found.faults)]
+    if found.simulated_faults:
+        return [*lines, "The fault is simulated; nothing follows for this node."]
+    if found.verdict == "fault":
+        lines.append(
+            "Train on one device of this node at a time. Where each is healthy, report these numbers, driver and links "
+            "to the vendor. Weights trained over several since the last healthy diagnosis are in doubt."
+        )
+    return lines
 
 
 def _identity(hardware: "Hardware") -> str:

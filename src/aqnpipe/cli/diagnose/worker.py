@@ -1,4 +1,4 @@
-"""The process that diagnoses one device of a node: `python -m aqnpipe.cli.diagnose.worker ORDER.json`.
+"""The process of a device of a node, alone or as a rank: `python -m aqnpipe.cli.diagnose.worker ORDER.json`.
 
 The report is written after every run, so that a process that dies leaves what it found. SIGINT ends the work between
 two layers: the weights are restored and completed runs are reported.
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,10 @@ from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.options import ModelSource, load, usable_device, word_problems
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
+from aqnpipe.config.fault_spec import AnyFault, CollectiveFault
 from aqnpipe.config.noise import Fault
-from aqnpipe.errors import AqnpipeError
+from aqnpipe.device import COLLECTIVES
+from aqnpipe.errors import AqnpipeError, DeviceError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +39,13 @@ class Order(FrozenModel):
     model: ModelSource
     method: DiagnosisMethod
     config: DiagnosisConfig
-    faults: tuple[Fault, ...]
+    faults: tuple[AnyFault, ...]
     duration_seconds: float | None = Field(gt=0)
     report: Path
     reproducer: Path | None = None
     parent: int = Field(description="process that waits for the report; the work ends with it")
+    rank: int = 0
+    num_ranks: int = Field(default=0, description="0: diagnose the device; else be one of so many processes")
 
 
 class StopRequestedError(Exception):
@@ -73,7 +78,7 @@ def main() -> None:
     order = Order.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     stop = Stop(order.parent)
     try:
-        _diagnose(order, stop)
+        _compare_ranks(order, stop) if order.num_ranks else _diagnose(order, stop)
     except AqnpipeError as error:
         print(f"ERROR: {error}", flush=True)  # noqa: T201 - goes to the log file
         sys.exit(error.exit_code)
@@ -93,6 +98,38 @@ def _diagnose(order: Order, stop: Stop) -> None:
         _repeat(order, load(order.model, device, order.config.seed), runs, stop)
     except StopRequestedError:
         write_json(order.report, runs.report(interrupted=True))
+
+
+def _compare_ranks(order: Order, stop: Stop) -> None:
+    """Compare all collectives between this process and the others; report what was wrong on this rank."""
+    import torch
+    from torch import distributed
+
+    from aqnpipe.artifacts.diagnoses import Collectives
+    from aqnpipe.diagnosis.collectives import compare_collectives
+
+    device = usable_device(order.device)
+    torch.set_num_threads(order.config.threads)
+    backend = next(name for kind, name in COLLECTIVES.items() if kind == device.type)
+    if not distributed.is_backend_available(backend):
+        write_json(order.report, Collectives(verdict=None, reason=f"torch has no {backend} here"))
+        return
+    faults = [fault for fault in order.faults if isinstance(fault, CollectiveFault)]
+    dtype: torch.dtype = getattr(torch, order.model.dtype)
+    try:
+        stop.check("the meeting of all ranks")
+        store = distributed.FileStore(str(order.report.parent / "meeting"), order.num_ranks)
+        distributed.init_process_group(backend, store=store, rank=order.rank, world_size=order.num_ranks)
+        report = compare_collectives(device, dtype, order.config.seed, faults, stop.check)
+        # One that closes its connections early would end the last call of a slower one.
+        store.set(f"done {order.rank}", "")
+        store.wait([f"done {rank}" for rank in range(order.num_ranks)], timedelta(hours=1))
+        distributed.destroy_process_group()
+    except RuntimeError as error:
+        raise DeviceError(f"{order.device}: {first_line(error)}") from error
+    except StopRequestedError:
+        return
+    write_json(order.report, report)
 
 
 def _repeat(order: Order, model: "nn.Module", runs: "RunsOfDevice", stop: Stop) -> None:
@@ -115,7 +152,7 @@ def _run(order: Order, model: "nn.Module", runs: "RunsOfDevice", thermometer: "T
         model,
         method=order.method,
         prompt_ids=text or random_prompts(model, config, length),
-        faults=order.faults,
+        faults=[fault for fault in order.faults if isinstance(fault, Fault)],
         name=order.model.name,
         weights=None if order.model.random_weights else order.model.folder,
         reproducer=order.reproducer,

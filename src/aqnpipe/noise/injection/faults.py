@@ -199,10 +199,11 @@ class FaultHook:
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the output of the site with the fault."""
         if isinstance(output, tuple):
-            return (self._apply(output[0]), *output[1:])
-        return self._apply(output)
+            return (self.apply(output[0]), *output[1:])
+        return self.apply(output)
 
-    def _apply(self, hidden: Tensor) -> Tensor:
+    def apply(self, hidden: Tensor) -> Tensor:
+        """Return a faulty output, and count it."""
         row = self.row
         faulted = self.active.apply(hidden, row.calls if self._call is None else self._call())
         if torch._C._current_autograd_node() is not None:
