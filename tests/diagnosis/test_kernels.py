@@ -117,7 +117,7 @@ def test_one_bad_lane_is_one_line_of_the_verdict_and_the_script_shows_it(random_
         names = {"__file__": str(tmp_path / "reproduce.py")}
         with pytest.raises(SystemExit) as left:
             exec(compile(script, "reproduce.py", "exec"), names)
-    assert left.value.code is True
+    assert left.value.code == 3
     kept = load_file(tmp_path / "operands.safetensors")
     wrong = (kept["shown"].double() - kept["exact"]).abs() > kept["allowed"]
     assert {int(column) % 16 for column in wrong.any(0).nonzero()} == {5}
@@ -126,6 +126,11 @@ def test_one_bad_lane_is_one_line_of_the_verdict_and_the_script_shows_it(random_
         [sys.executable, "-I", str(tmp_path / "reproduce.py"), "cpu"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "cpu: 0 of 100 calls are wrong, in output columns []\n")
+    # A device that is not there does not count as one that errs, which ends with another code than Python's for errors.
+    absent = subprocess.run(
+        [sys.executable, "-I", str(tmp_path / "reproduce.py"), "nothing:0"], capture_output=True, check=False
+    )
+    assert absent.returncode == 1
     assert "aqnpipe" not in script.split('"""')[2]
     assert len(script.split('"""')[2].strip().splitlines()) <= 20
 

@@ -169,6 +169,25 @@ def test_a_product_that_errs_once_is_named(inputs, tmp_path, monkeypatch, update
     assert updates == []
 
 
+@pytest.mark.parametrize(
+    ("changed", "call"),
+    [
+        (lambda x: x * 1.5, r"aten\.mul\.Tensor\(.*, 1\.5\)"),
+        (lambda x: x.exp(), r"aten\.exp\.default\(.*\)"),
+    ],
+    ids=["number", "operator"],
+)
+def test_a_program_that_calls_something_else_accuses_no_operator(inputs, tmp_path, monkeypatch, updates, changed, call):
+    is_other, silu = Once(monkeypatch, 1, drawn_micro_batch(1)), nn.functional.silu
+    monkeypatch.setattr(nn.functional, "silu", lambda x: changed(silu(x)) if is_other() else silu(x) * 1.25)
+    expected = (
+        rf"no operator that could be named; the two runs .* first {call} in model\.layers\.0, .*, in the rehearsal "
+    )
+    with pytest.raises(VerificationError, match=expected):
+        run(training_spec(verify={"every": 1}), inputs, tmp_path / "run")
+    assert updates == []
+
+
 def test_an_error_in_another_micro_batch_is_not_found(inputs, tmp_path, monkeypatch):
     is_wrong = Once(monkeypatch, 2, 1 - drawn_micro_batch(2))
     with erring("silu", is_wrong):

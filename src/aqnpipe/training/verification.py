@@ -6,7 +6,8 @@ from the same random state, buffers and noise keys, so on a sound device every b
 if there had been no rehearsal.
 
 A dispatch mode digests the result of every operator in both. It names the first operator that differs, and keeps its
-operands. That operator erred: those before it gave the same bits, so its operands were the same.
+operands. That operator erred: those before it gave the same bits, so its operands were the same. Where the two runs
+call different operators, or give one other shapes or numbers, no operator can be blamed: the message shows both calls.
 """
 
 import random
@@ -21,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.device import determinism_requested
@@ -95,6 +96,7 @@ class DigestedRun(TorchDispatchMode):
         super().__init__()
         self.found: dict[str, int] = {}
         self.differing: Differing | None = None
+        self.departure: str | None = None
         self._results: list[tuple[str, int, int]] = []
         self._expected = earlier._results if earlier else None
         roots, modules = parts_of(policy)
@@ -123,16 +125,17 @@ class DigestedRun(TorchDispatchMode):
         here, part = self._places.here(), self._places.here().part
         if node is not None and not here.is_again and (segment := self._places.segment_of(node._sequence_nr())):
             part = segment.part
-        entry = (str(func), part, int(digest(torch.stack([digest(value).cpu() for value in values]))))
+        entry = (_call(func, arguments), part, int(digest(torch.stack([digest(value).cpu() for value in values]))))
         index = len(self._results)
         self._results.append(entry)
-        expected = self._expected[index] if self._expected and index < len(self._expected) else None
-        if expected is None or expected[:2] != entry[:2]:
+        if self._expected is None:
+            return
+        expected = self._expected[index] if index < len(self._expected) else ("no call", part, 0)
+        place = f"{self._names.get(part, 'no layer')}, the {'forward' if node is None else 'backward'} pass"
+        if expected[:2] != entry[:2]:
             # Behind another order of operators nothing compares.
-            self._expected = None
+            self._expected, self.departure = None, f"{entry[0]} in {place}, in the rehearsal {expected[0]}"
         elif expected != entry:
-            direction = "forward" if node is None else "backward"
-            place = f"{self._names.get(part, 'no layer')}, the {direction} pass"
             copies = tree_map_only(Tensor, _copy, arguments)
             self.differing = Differing(place, func, copies, list(map(_copy, values)))
 
@@ -182,7 +185,7 @@ class Verifier:
             with self._digesting(policy, first) as second:
                 yield
         wrong = [what for what in {**first.found, **second.found} if first.found.get(what) != second.found.get(what)]
-        found = self._difference(wrong, second.differing, step) if wrong else None
+        found = self._difference(wrong, second, step) if wrong else None
         if any(lines := gathered(found)):
             worker = (f"worker {rank}: " if len(lines) > 1 else "" for rank in range(len(lines)))
             shown = [f"{name}{line}" for name, line in zip(worker, lines, strict=True) if line]
@@ -203,11 +206,12 @@ class Verifier:
             for handle in run.handles:
                 handle.remove()
 
-    def _difference(self, wrong: list[str], differing: Differing | None, step: int) -> str:
+    def _difference(self, wrong: list[str], run: DigestedRun, step: int) -> str:
         """Return what differs, in the order of the computation; the operator's operands and results go to a file."""
         what = f"{wrong[0]} and {len(wrong) - 1} more differ" if len(wrong) > 1 else f"{wrong[0]} differs"
-        if differing is None:
-            return f"{what}, in no operator that could be named"
+        if (differing := run.differing) is None:
+            called = f"; the two runs called different operators, first {run.departure}" if run.departure else ""
+            return f"{what}, in no operator that could be named{called}"
         again = differing.repetitions()
         kept = {
             "operand": _tensors_in(differing.arguments),
@@ -252,6 +256,18 @@ def _drop_gradient(weight: Tensor) -> None:
 def _is_without_result(function: Any) -> bool:
     name = function.overloadpacket.__name__
     return function.is_view or "empty" in name or function.namespace in _COLLECTIVES
+
+
+def _call(function: Any, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> str:
+    """Return a call in words, with the shapes of tensors and the values of numbers; equal calls have equal words."""
+    args, kwargs = tree_map(_in_words, arguments)
+    return f"{function}({', '.join(map(str, [*args, *kwargs.values()]))})"
+
+
+def _in_words(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return "x".join(map(str, local(value).shape)) or "scalar"
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
