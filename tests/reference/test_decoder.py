@@ -46,7 +46,7 @@ def test_right_responses_have_no_findings():
     verdict = trace.judge(RESPONSES)
     assert verdict.findings == ()
     assert trace.prompts_read == PROMPTS
-    assert (verdict.compared, verdict.most_probable) == (8, 8)
+    assert verdict.compared == 8
     assert verdict.top_logits == ((5.0,) * 3, (5.0,) * 2, (5.0,) * 3)
     # Row 1, the shortest prompt, is at the first place; it ends after two tokens and the last row, 0, takes its place.
     assert verdict.moved == {0: 3}
@@ -123,11 +123,11 @@ def drawn(temperature=0.8, seed=3, allowed=VOCABULARY):
 
 def test_draws_are_repeated_by_row_of_the_whole_batch():
     trace, responses, noted = drawn()
-    verdict = trace.judge(responses)
+    verdict = trace.judge(responses, noted)
     assert verdict.findings == ()
     assert len(verdict.gaps) == 3
     assert max(verdict.gaps) < 0.5
-    assert trace.noted_problem(noted, responses) is None
+    assert verdict.noted is None
 
 
 @pytest.mark.parametrize(
@@ -147,4 +147,4 @@ def test_other_draws_are_named(changes, cause):
 
 def test_log_probabilities_of_other_logits_are_named():
     trace, responses, noted = drawn()
-    assert "it drew from other (rounded?) logits" in trace.noted_problem([[one + 0.01] for [one] in noted], responses)
+    assert "it drew from other (rounded?) logits" in trace.judge(responses, [[one + 0.01] for [one] in noted]).noted

@@ -12,15 +12,14 @@ from torch import Tensor
 from aqnpipe.artifacts.provenance import short_digest
 from aqnpipe.evaluation.audit.facts import audit_number
 from aqnpipe.models.adapted import find_base, has_only_adapters
+from aqnpipe.models.verification import name_in_files
 
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-_NAMES = ((".base_layer.", "."), (".lora_A.default.", ".lora_A."), (".lora_B.default.", ".lora_B."))
-"""How weights of a module with adapters are called in memory, and in files."""
 
 
 def digests_in_memory(model: Any) -> dict[str, str]:
     """Return a digest of one row of every weight of a model, by its name in files."""
-    own = {_name_in_files(name): tensor for name, tensor in model.state_dict().items()}
+    own = {name_in_files(name): tensor for name, tensor in model.state_dict().items()}
     return {name: tensor_digest(_row(tensor.detach(), name)) for name, tensor in sorted(own.items()) if tensor.ndim}
 
 
@@ -49,12 +48,6 @@ def tensor_digest(tensor: Tensor, num_bytes: int = 4) -> str:
 def combined(digests: Mapping[str, str]) -> str:
     """Return one digest of all digests."""
     return short_digest(sorted(digests.items()), 16)
-
-
-def _name_in_files(name: str) -> str:
-    for in_memory, in_files in _NAMES:
-        name = name.replace(in_memory, in_files)
-    return name
 
 
 def _row(tensor: Any, name: str) -> Tensor:

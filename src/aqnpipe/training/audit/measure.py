@@ -1,13 +1,15 @@
-"""Small tools of the audit: errors in units of what rounding allows, sampled elements, and freedom from modes."""
+"""What an audit has found, in units of what rounding allows, and the elements of weights that it samples."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from aqnpipe.artifacts.training_facts import Recomputed
+from aqnpipe.artifacts.base import Artifact
+from aqnpipe.artifacts.training_facts import ConstantRate, Recomputed
 from aqnpipe.models.shares import element_of, sum_of_workers
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
@@ -16,13 +18,43 @@ _WORST = 1e9
 """Errors are cut here, so that they remain readable numbers."""
 
 
-class Errors:
-    """The recomputations of a run by name: how many values were compared, and the worst error of each."""
+class Ledger(Artifact):
+    """What the audit of one worker has found so far: what a resume point needs. See `TrainingFacts` for the fields.
 
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[int, float]] = {}
+    last_values: weights and moments of the followed elements after the last update. differing_groups: groups with
+    different rewards. had_advantage: whether this worker has trained on a completion with an advantage; otherwise only
+    the KL term has a slope.
+    """
 
-    def add(self, name: str, errors: Tensor, allowed: Tensor | float) -> bool:
+    model_config = ConfigDict(frozen=False)
+
+    steps: int = 0
+    audited_steps: list[int] = Field(default_factory=list)
+    verified_steps: list[int] = Field(default_factory=list)
+    learning_rates: list[ConstantRate] = Field(default_factory=list)
+    rollouts: int = 0
+    completions: int = 0
+    correct: list[int] = Field(default_factory=list)
+    prompts_sha256: tuple[str] = ("",)
+    validated: dict[int, int] = Field(default_factory=dict)
+    checkpoints: dict[int, dict[str, str]] = Field(default_factory=dict)
+    recomputed: dict[str, Recomputed] = Field(default_factory=dict)
+    problems: list[str] = Field(default_factory=list)
+    last_values: list[list[float]] = Field(default_factory=list)
+    differing_groups: int = 0
+    had_advantage: bool = False
+
+    def restore(self, saved: "Ledger") -> None:
+        """Continue from a resume point."""
+        for name, value in saved:
+            setattr(self, name, value)
+
+    def report(self, problem: str) -> None:
+        """Add a difference between the run and its study."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def compare(self, name: str, errors: Tensor, allowed: Tensor | float) -> bool:
         """Add absolute errors, with the errors that rounding allows (same shape); return whether all are allowed."""
         ratios = errors.double().abs() / allowed
         # 0/0: nothing differs where nothing is allowed to.
@@ -33,16 +65,8 @@ class Errors:
 
     def note(self, name: str, compared: int, worst: float = 0.0) -> None:
         """Add a number of compared values and their worst error."""
-        count, before = self._found.get(name, (0, 0.0))
-        self._found[name] = (count + compared, max(before, worst))
-
-    def facts(self) -> dict[str, Recomputed]:
-        """Return the recomputations so far."""
-        return {name: Recomputed(compared=count, worst=worst) for name, (count, worst) in sorted(self._found.items())}
-
-    def restore(self, facts: Mapping[str, Recomputed]) -> None:
-        """Continue from `facts`."""
-        self._found = {name: (entry.compared, entry.worst) for name, entry in facts.items()}
+        before = self.recomputed.get(name, Recomputed(compared=0, worst=0.0))
+        self.recomputed[name] = Recomputed(compared=before.compared + compared, worst=max(before.worst, worst))
 
 
 @dataclass(frozen=True)
