@@ -30,9 +30,6 @@ def one_pass(level=0.0, seed=0, logits=("a", "b"), **changes):
         "noise_seed": seed,
         "first_logits": logits,
         "rows": "".join(row_digests(ROWS)),
-        "tokens_read": 9,
-        "most_probable": 9,
-        "draws_checked": 0,
         "rows_again": 3,
         "largest_difference": 0.1,
     }

@@ -92,9 +92,6 @@ def facts_of(rows: pl.DataFrame) -> EvaluationFacts:
                 noise_seed=seed,
                 first_logits=(f"{level}{seed}",),
                 rows="".join(row_digests(rows.filter(noise_level=level, noise_seed=seed))),
-                tokens_read=10,
-                most_probable=10,
-                draws_checked=0,
                 rows_again=0 if level else 3,
                 largest_difference=0.0,
             )

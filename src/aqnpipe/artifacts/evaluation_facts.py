@@ -33,9 +33,6 @@ class PassFacts(Artifact):
     noise_seed: int = Field(ge=0)
     first_logits: tuple[str, ...]
     rows: str
-    tokens_read: int = Field(ge=0, description="response tokens whose choice was checked")
-    most_probable: int = Field(ge=0, description="of those, tokens that were the most probable one")
-    draws_checked: int = Field(ge=0, description="batches whose tokens were sampled again")
     rows_again: int = Field(ge=0, description="rows computed again in one forward, without noise")
     largest_difference: float = Field(ge=0, description="of a logit computed again; 1 is what rounding may cause")
 

@@ -10,9 +10,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from aqnpipe.artifacts.provenance import short_digest
-from aqnpipe.evaluation.audit.facts import audit_number
 from aqnpipe.models.adapted import find_base, has_only_adapters
 from aqnpipe.models.verification import name_in_files
+from aqnpipe.seeding import derive_seed
 
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,6 +56,6 @@ def _row(tensor: Any, name: str) -> Tensor:
     if len(shape) < 2:
         whole: Tensor = tensor if isinstance(tensor, Tensor) else tensor[:]
         return whole
-    number = audit_number(name, *shape) % shape[0]
+    number = derive_seed(0, f"audited row of {name}", *shape) % shape[0]
     row: Tensor = tensor[number : number + 1]
     return row
