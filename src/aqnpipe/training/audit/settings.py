@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from trl import GRPOConfig
 
-from aqnpipe.artifacts.training_facts import expected_settings, setting_problems
+from aqnpipe.artifacts.training_facts import expected_settings
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.adapters import adapted_modules
 from aqnpipe.models.allowed_keys import load_config
@@ -35,12 +35,11 @@ _WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 """Arguments that name places or how progress is shown, and those that are compared elsewhere."""
 
-_TRAINER_ATTRIBUTES = {"epsilon_low": "epsilon", "epsilon_high": "epsilon"}
-"""Attributes of the trainer by the argument that they come from, where the names differ."""
-
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 
-_FIXED_ATTRIBUTES = {
+_FIXED = {
+    # Problems are judged, and the receipt so far is checked, when a step is logged.
+    "logging_steps": 1,
     "top_entropy_quantile": 1.0,
     "off_policy_mask_threshold": None,
     "entropy_coef": 0.0,
@@ -49,7 +48,7 @@ _FIXED_ATTRIBUTES = {
     "tools": None,
     "rollout_func": None,
 }
-
+"""Attributes and arguments of the trainer that are the same in all studies."""
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 """Names of norms and biases, which have no weight decay; nor has any `nn.LayerNorm`."""
@@ -66,19 +65,13 @@ def held_settings(trainer: Any, spec: TrainingSpec) -> dict[str, str | int | flo
 
 def held_problems(trainer: Any, spec: TrainingSpec) -> Iterator[str]:
     """Yield every setting of the trainer that is neither the study's nor TRL's default."""
-    expected = expected_settings(spec)
-    yield from setting_problems(held_settings(trainer, spec), spec)
-    for attribute, argument in _TRAINER_ATTRIBUTES.items():
-        if getattr(trainer, attribute) != expected[argument]:
-            yield f"the trainer's {attribute} is {getattr(trainer, attribute)!r}, expected {expected[argument]!r}"
-    for name, value in {**expected, **_correction(spec)}.items():
-        if _plain(getattr(trainer.args, name)) != value:
-            yield f"the trainer's {name} is {getattr(trainer.args, name)!r}, the study asks for {value!r}"
-        elif _plain(getattr(trainer, name, value)) != value:
-            yield f"the trainer's {name} is {getattr(trainer, name)!r}, the study asks for {value!r}"
-    for name, value in _FIXED_ATTRIBUTES.items():
-        if getattr(trainer, name, value) not in (value, [] if value is None else value):
-            yield f"the trainer's {name} is {getattr(trainer, name)!r}, the study asks for {value!r}"
+    expected = {**expected_settings(spec), **_correction(spec), **_FIXED}
+    clip = {"epsilon_low": spec.training.clip_ratio, "epsilon_high": spec.training.clip_ratio}
+    for name, value in {**expected, **clip}.items():
+        holders = (trainer.args, trainer) if name not in clip else (trainer,)
+        wrong = [found for holder in holders if (found := _plain(getattr(holder, name, value))) != value]
+        if wrong:
+            yield f"the trainer's {name} is {wrong[0]!r}, the study asks for {value!r}"
     precision = "bf16" if autocast_dtype(spec) == torch.bfloat16 else "no"
     held = trainer.accelerator.mixed_precision
     if held != precision:
@@ -90,10 +83,7 @@ def held_problems(trainer: Any, spec: TrainingSpec) -> Iterator[str]:
         yield f"the trainer's importance sampling correction is {trainer.use_vllm}, the arm asks for the opposite"
     if [float(weight) for weight in trainer.reward_weights] != [1.0]:
         yield f"rewards are weighted by {trainer.reward_weights.tolist()}, the study asks for one reward of weight 1"
-    if trainer.args.logging_steps != 1:
-        # Problems are judged, and the receipt so far is checked, when a step is logged.
-        yield f"the trainer's logging_steps is {trainer.args.logging_steps!r}, expected 1"
-    yield from _other_arguments(trainer.args, {"logging_steps", *expected, *_WITHOUT_EFFECT})
+    yield from _other_arguments(trainer.args, {*expected, *_WITHOUT_EFFECT})
 
 
 def dropout_problems(model: nn.Module, spec: TrainingSpec, model_folder: Path) -> Iterator[str]:
@@ -183,4 +173,5 @@ def _other_arguments(arguments: GRPOConfig, known: set[str]) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value
+    """Return a setting for comparisons: a list without elements is none."""
+    return value.value if isinstance(value, enum.Enum) else None if value == [] else value
