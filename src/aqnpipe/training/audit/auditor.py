@@ -18,13 +18,11 @@ from transformers import TrainerCallback
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.training_facts import (
     DRAWS,
+    RATES,
     VALIDATION_DRAWS,
-    Recomputed,
     TrainingFacts,
-    adapter_problems,
     audited_at_start,
     fact_problems,
-    partial_problems,
 )
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.graders import grader
@@ -40,13 +38,7 @@ from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.audit.rollouts import RolloutAudit, check_decoding
 from aqnpipe.training.audit.routing import RoutingAudit
 from aqnpipe.training.audit.scoring import ScoringAudit, reaches_around
-from aqnpipe.training.audit.settings import (
-    adapter_facts,
-    dropout_problems,
-    held_problems,
-    held_settings,
-    trainable_problems,
-)
+from aqnpipe.training.audit.settings import check_adapters, check_trainer, dropout_problems, trainable_problems
 from aqnpipe.training.audit.updates import Updates
 from aqnpipe.training.audit.weights import WeightAudit, adapters_are_off
 from aqnpipe.training.ranks import gathered, rank_and_size
@@ -92,7 +84,6 @@ class TrainingAudit(TrainerCallback):
         # Without them only the request and the log-probabilities are compared: the logits are in another process.
         self._not_checked = () if sees_draws else (DRAWS,)
         self._is_rehearsal = False
-        self._settings: dict[str, str | int | float | bool | None] = {}
         self._trainer: Any = None
         self._logits: Tensor | None = None
         self._referenced = -1
@@ -166,14 +157,10 @@ class TrainingAudit(TrainerCallback):
         """Compare the trainer's settings, and observe its optimiser."""
         optimizer = kwargs["optimizer"]
         self._updates.attach(getattr(optimizer, "optimizer", optimizer), self.is_audited)
-        for problem in [
-            *held_problems(self._trainer, self._spec),
-            *trainable_problems(self._model, self._spec),
-            *adapter_problems(adapter_facts(self._model), self._spec),
-            *dropout_problems(self._model, self._spec, self._model_folder),
-        ]:
+        check_trainer(self._trainer, self._spec, self.ledger)
+        check_adapters(self._model, self._spec, self.ledger)
+        for problem in (*trainable_problems(self._model, self._spec), *self._dropout_problems()):
             self._report(problem)
-        self._settings = held_settings(self._trainer, self._spec)
         self._refuse(self.ledger.problems)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -190,9 +177,8 @@ class TrainingAudit(TrainerCallback):
         if self.is_audited(step):
             self.ledger.audited_steps.append(step)
             self._check_weights(step)
-            for problem in held_problems(self._trainer, self._spec):
-                self._report(problem)
-        self._settings = held_settings(self._trainer, self._spec)
+            check_trainer(self._trainer, self._spec, self.ledger)
+            check_adapters(self._model, self._spec, self.ledger)
         self._check_accuracies()
         self._check_checkpoint(step)
 
@@ -209,8 +195,7 @@ class TrainingAudit(TrainerCallback):
                 ]
             )
         if self.is_audited(self.ledger.steps):
-            every = [problem for problems in gathered(self.ledger.problems) for problem in problems]
-            self._refuse(every or partial_problems(self.facts(), self._spec))
+            self._refuse([problem for problems in gathered(self.ledger.problems) for problem in problems])
         self._refuse(self.ledger.problems)
         if self.ledger.steps in self._receipt_steps:
             try:
@@ -248,10 +233,6 @@ class TrainingAudit(TrainerCallback):
         return TrainingFacts(
             **found | {"recomputed": dict(sorted(self.ledger.recomputed.items()))},
             num_workers=rank_and_size()[1],
-            arguments=self._settings,
-            optimizer=self._updates.settings,
-            parameters=sum(weight.requires_grad for weight in self._model.parameters()),
-            adapters=adapter_facts(self._model),
             not_checked=self._not_checked,
         )
 
@@ -309,7 +290,7 @@ class TrainingAudit(TrainerCallback):
             self._updates.end_micro_batch()
             is_audited = self.is_audited(self.ledger.steps + 1)
             if is_audited:
-                for problem in dropout_problems(module, self._spec, self._model_folder):
+                for problem in self._dropout_problems():
                     self._report(f"step {self.ledger.steps + 1}: {problem}")
             self._logits = logits if is_audited else None
             self._routing.check_replay(kwargs, self._scoring.book)
@@ -337,6 +318,9 @@ class TrainingAudit(TrainerCallback):
                 f"the loss in step {self.ledger.steps + 1} depends on weights other than through the logits: it has "
                 "a term that the study does not ask for (a penalty?), which no gradient of the study's loss explains"
             )
+
+    def _dropout_problems(self) -> Iterator[str]:
+        return dropout_problems(self._model, self._spec, self._model_folder)
 
     def _check_reference(self, module: nn.Module) -> None:
         """Compare the weights of the reference, once per rollout."""
@@ -387,35 +371,17 @@ def _is_about_gradients(error: ReceiptError) -> bool:
 
 def merged_facts(facts: Sequence[TrainingFacts]) -> TrainingFacts:
     """Return the facts of all workers, by rank, as those of the run. Counts that all workers share must be equal."""
-    first = facts[0]
+    first, recomputed = facts[0], Ledger()
     problems = [f"worker {rank}: {problem}" for rank, of in enumerate(facts) for problem in of.problems]
-    for name in (
-        "steps",
-        "audited_steps",
-        "verified_steps",
-        "arguments",
-        "optimizer",
-        "learning_rates",
-        "parameters",
-        "correct",
-        "validated",
-    ):
+    for name in ("steps", "audited_steps", "verified_steps", "correct", "validated"):
         if any(getattr(of, name) != getattr(first, name) for of in facts):
             problems.append(f"the workers have different {name.replace('_', ' ')}")
-    names = sorted({name for of in facts for name in of.recomputed})
-    return first.model_copy(
-        update={
-            "prompts_sha256": tuple(digest for of in facts for digest in of.prompts_sha256),
-            "recomputed": {
-                name: _together([of.recomputed[name] for of in facts if name in of.recomputed]) for name in names
-            },
-            "problems": tuple(problems if len(facts) > 1 else first.problems),
-        }
-    )
-
-
-def _together(entries: Sequence[Recomputed]) -> Recomputed:
-    return Recomputed(compared=sum(entry.compared for entry in entries), worst=max(entry.worst for entry in entries))
+    for name, entry in (pair for of in facts for pair in of.recomputed.items()):
+        recomputed.note(name, entry.compared, entry.worst)
+    # Every worker has compared the rate of every step.
+    recomputed.recomputed[RATES] = min((of.recomputed[RATES] for of in facts), key=lambda entry: entry.compared)
+    found = {"recomputed": recomputed.recomputed, "problems": tuple(problems if len(facts) > 1 else first.problems)}
+    return first.model_copy(update=found)
 
 
 def _is_scoring(kwargs: dict[str, Any]) -> bool:

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from aqnpipe.artifacts.base import Artifact
-from aqnpipe.artifacts.training_facts import ConstantRate, Recomputed
+from aqnpipe.artifacts.training_facts import Recomputed
 from aqnpipe.models.shares import element_of, sum_of_workers
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
@@ -31,11 +32,9 @@ class Ledger(Artifact):
     steps: int = 0
     audited_steps: list[int] = Field(default_factory=list)
     verified_steps: list[int] = Field(default_factory=list)
-    learning_rates: list[ConstantRate] = Field(default_factory=list)
     rollouts: int = 0
     completions: int = 0
     correct: list[int] = Field(default_factory=list)
-    prompts_sha256: tuple[str] = ("",)
     validated: dict[int, int] = Field(default_factory=dict)
     checkpoints: dict[int, dict[str, str]] = Field(default_factory=dict)
     recomputed: dict[str, Recomputed] = Field(default_factory=dict)
@@ -53,6 +52,13 @@ class Ledger(Artifact):
         """Add a difference between the run and its study."""
         if problem not in self.problems:
             self.problems.append(problem)
+
+    def require(self, name: str, whose: str, settings: Mapping[str, tuple[Any, Any]]) -> None:
+        """Add settings, each with the value found and the study's; report those that differ."""
+        wrong = {key: pair for key, pair in settings.items() if pair[0] != pair[1]}
+        self.note(name, len(settings), 2.0 if wrong else 0.0)
+        for key, (found, value) in wrong.items():
+            self.report(f"{whose} {key} is {found!r}, the study asks for {value!r}")
 
     def compare(self, name: str, errors: Tensor, allowed: Tensor | float) -> bool:
         """Add absolute errors, with the errors that rounding allows (same shape); return whether all are allowed."""

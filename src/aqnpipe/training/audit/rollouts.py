@@ -1,6 +1,5 @@
 """Audit of rollouts: prompts in the order of the run's seed, completions graded again, tokens drawn again."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -98,7 +97,7 @@ class RolloutAudit:
             self.trace = None
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         rewards = self._rewards(texts, [self._questions.golds[question] for question in share])
-        self._count(rewards, share)
+        self._count(rewards)
         size = self._spec.training.rollouts_per_prompt
         rows = [
             (tuple(self._questions.prompts[question]), tuple(response))
@@ -109,7 +108,7 @@ class RolloutAudit:
         tokens = sum(gathered(sum(map(len, responses))))
         return RolloutBook([Completed(*of_row) for of_row in values], tokens / workers)
 
-    def _count(self, rewards: Sequence[float], share: Sequence[int]) -> None:
+    def _count(self, rewards: Sequence[float]) -> None:
         """Add the rewards of a rollout, of all workers together."""
         ledger, size = self._ledger, self._spec.training.rollouts_per_prompt
         differing = sum(len({*rewards[start : start + size]}) > 1 for start in range(0, len(rewards), size))
@@ -120,8 +119,6 @@ class RolloutAudit:
         ledger.completions += sum(counts)
         ledger.correct.append(sum(correct))
         ledger.differing_groups += sum(groups)
-        ids = "\n".join(self._questions.ids[question] for question in share)
-        ledger.prompts_sha256 = (hashlib.sha256(f"{ledger.prompts_sha256[0]}{ids}".encode()).hexdigest(),)
 
     def _check_experts(self, verdict: Verdict, completions: Sequence[Completion]) -> None:
         """Compare the experts that the sampler noted with those that ran."""

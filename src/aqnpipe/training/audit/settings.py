@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from trl import GRPOConfig
 
-from aqnpipe.artifacts.training_facts import expected_settings
+from aqnpipe.artifacts.training_facts import SETTINGS
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.adapters import adapted_modules
 from aqnpipe.models.allowed_keys import load_config
 from aqnpipe.models.layout import dropout_rates
+from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.policy import autocast_dtype
 
 _WITHOUT_EFFECT = frozenset(
@@ -50,40 +51,84 @@ _FIXED = {
 }
 """Attributes and arguments of the trainer that are the same in all studies."""
 
+_FLAGS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+"""Settings of AdamW that are no numbers."""
+
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 """Names of norms and biases, which have no weight decay; nor has any `nn.LayerNorm`."""
 
 
-def held_settings(trainer: Any, spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:
-    """Return the settings of the study as the trainer holds them: its attributes, or else its arguments."""
-    found = {}
-    for name in expected_settings(spec):
-        holder = trainer if hasattr(trainer, name) else trainer.args
-        found[name] = _plain(getattr(holder, name))
-    return found
-
-
-def held_problems(trainer: Any, spec: TrainingSpec) -> Iterator[str]:
-    """Yield every setting of the trainer that is neither the study's nor TRL's default."""
+def check_trainer(trainer: Any, spec: TrainingSpec, ledger: Ledger) -> None:
+    """Compare the settings that the trainer holds with the study's, all others with TRL's defaults."""
     expected = {**expected_settings(spec), **_correction(spec), **_FIXED}
-    clip = {"epsilon_low": spec.training.clip_ratio, "epsilon_high": spec.training.clip_ratio}
-    for name, value in {**expected, **clip}.items():
-        holders = (trainer.args, trainer) if name not in clip else (trainer,)
-        wrong = [found for holder in holders if (found := _plain(getattr(holder, name, value))) != value]
-        if wrong:
-            yield f"the trainer's {name} is {wrong[0]!r}, the study asks for {value!r}"
-    precision = "bf16" if autocast_dtype(spec) == torch.bfloat16 else "no"
-    held = trainer.accelerator.mixed_precision
-    if held != precision:
-        variable = ", set by the environment variable ACCELERATE_MIXED_PRECISION" if _PRECISION in os.environ else ""
-        yield f"the trainer's mixed precision is {held}{variable}, the study asks for {precision}"
-    if trainer.loss_scale != spec.loss_scale:
-        yield f"the trainer multiplies the loss by {trainer.loss_scale}, the study asks for {spec.loss_scale}"
-    if trainer.use_vllm != (spec.arm.importance_sampling is not None):
-        yield f"the trainer's importance sampling correction is {trainer.use_vllm}, the arm asks for the opposite"
-    if [float(weight) for weight in trainer.reward_weights] != [1.0]:
-        yield f"rewards are weighted by {trainer.reward_weights.tolist()}, the study asks for one reward of weight 1"
-    yield from _other_arguments(trainer.args, {*expected, *_WITHOUT_EFFECT})
+    arguments = {**_defaults(trainer.args), **expected}
+    held = {name: (_plain(getattr(trainer.args, name, value)), value) for name, value in arguments.items()}
+    ledger.require(SETTINGS, "the trainer's", held)
+    clip, variable = spec.training.clip_ratio, f" (set by {_PRECISION})" if _PRECISION in os.environ else ""
+    in_effect = {name: (_plain(getattr(trainer, name, value)), value) for name, value in expected.items()} | {
+        "epsilon_low": (trainer.epsilon_low, clip),
+        "epsilon_high": (trainer.epsilon_high, clip),
+        "loss_scale": (trainer.loss_scale, spec.loss_scale),
+        "use_vllm": (trainer.use_vllm, spec.arm.importance_sampling is not None),
+        "reward_weights": ([float(weight) for weight in trainer.reward_weights], [1.0]),
+        f"mixed precision{variable}": (
+            trainer.accelerator.mixed_precision,
+            "bf16" if autocast_dtype(spec) == torch.bfloat16 else "no",
+        ),
+    }
+    ledger.require(SETTINGS, "the trainer's", in_effect)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, spec: TrainingSpec, ledger: Ledger) -> None:
+    """Compare the settings of the optimiser; the weight decay is that of matrices, as norms and biases have none."""
+    training, groups = spec.training, [group for group in optimizer.param_groups if group["params"]]
+    expected: dict[str, Any] = {"betas": (training.adam_beta1, training.adam_beta2), "eps": 1e-8, **_FLAGS}
+    pairs = {name: ([group.get(name, _FLAGS.get(name)) for group in groups], value) for name, value in expected.items()}
+    of_matrices = [group for group in groups if any(weight.ndim > 1 for weight in group["params"])]
+    pairs["weight_decay"] = ([group["weight_decay"] for group in of_matrices], training.weight_decay)
+    others = {name: ([found for found in held if found != value], value) for name, (held, value) in pairs.items()}
+    settings = {name: (found[0] if found else value, value) for name, (found, value) in others.items()}
+    ledger.require(SETTINGS, "the optimiser's", {"kind": (type(optimizer).__name__, "AdamW"), **settings})
+
+
+def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:
+    """Return the settings of TRL's trainer that `spec` asks for, by the names of TRL's arguments."""
+    training = spec.training
+    correction = spec.arm.importance_sampling
+    sequences = training.sequences_per_step // training.num_workers
+    rows = training.micro_batch_size or sequences
+    return {
+        "max_steps": spec.num_steps,
+        "learning_rate": training.learning_rate,
+        "lr_scheduler_type": {"constant": "constant_with_warmup", "linear": "linear"}[training.learning_rate_schedule],
+        "warmup_steps": training.warmup_steps,
+        "weight_decay": training.weight_decay,
+        "adam_beta1": training.adam_beta1,
+        "adam_beta2": training.adam_beta2,
+        "max_grad_norm": training.max_grad_norm,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": sequences // rows,
+        "steps_per_generation": sequences // rows * training.steps_per_rollout,
+        "num_generations": training.rollouts_per_prompt,
+        "num_iterations": 1,
+        "max_completion_length": training.max_response_tokens,
+        "temperature": training.temperature,
+        "beta": training.kl_coefficient,
+        "epsilon": training.clip_ratio,
+        # Where the study sets none, the audit expects TRL's default, which is none.
+        **({} if training.clip_ratio_c is None else {"delta": training.clip_ratio_c}),
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "importance_sampling_level": "token",
+        "use_bias_correction_kl": False,
+        "router_aux_loss_coef": 0.0,
+        "mask_truncated_completions": False,
+        "shuffle_dataset": True,
+        "vllm_importance_sampling_correction": correction is not None,
+        "seed": spec.random_seed,
+        "bf16": spec.training.lora is None and spec.dtype not in ("float16", training.weights_dtype),
+        "gradient_checkpointing": training.gradient_checkpointing,
+    }
 
 
 def dropout_problems(model: nn.Module, spec: TrainingSpec, model_folder: Path) -> Iterator[str]:
@@ -137,17 +182,13 @@ def trainable_problems(model: nn.Module, spec: TrainingSpec) -> Iterator[str]:
             return
 
 
-def adapter_facts(model: nn.Module) -> dict[str, int | float]:
-    """Return rank and scale of the low-rank adapters of `model`; nothing if it has none. NaN where they differ."""
-    layers = adapted_modules(model).values()
+def check_adapters(model: nn.Module, spec: TrainingSpec, ledger: Ledger) -> None:
+    """Compare rank and scale of the low-rank adapters of `model`."""
+    lora, layers = spec.training.lora, adapted_modules(model).values()
     ranks = {int(rank) for layer in layers for rank in layer.r.values()}
     scales = {float(scale) for layer in layers for scale in layer.scaling.values()}
-    if not layers:
-        return {}
-    return {
-        "rank": ranks.pop() if len(ranks) == 1 else -1,
-        "scale": scales.pop() if len(scales) == 1 else float("nan"),
-    }
+    wanted = ({lora.rank}, {lora.alpha / lora.rank}) if lora else (set(), set())
+    ledger.require(SETTINGS, "the adapters'", {"rank": (ranks, wanted[0]), "scale": (scales, wanted[1])})
 
 
 def _correction(spec: TrainingSpec) -> Mapping[str, str | float | None]:
@@ -161,15 +202,14 @@ def _correction(spec: TrainingSpec) -> Mapping[str, str | float | None]:
     }
 
 
-def _other_arguments(arguments: GRPOConfig, known: set[str]) -> Iterator[str]:
-    for field in dataclasses.fields(arguments):
-        if field.name in known or field.name.startswith("hub_") or field.name.startswith("_"):
-            continue
-        factory = field.default_factory
-        default = field.default if factory is dataclasses.MISSING else factory()
-        value = getattr(arguments, field.name)
-        if _plain(value) != _plain(default):
-            yield f"the trainer's {field.name} is {value!r}, the study does not set it and TRL's default is {default!r}"
+def _defaults(arguments: GRPOConfig) -> dict[str, Any]:
+    """Return TRL's default of every argument that has an effect."""
+    fields = [field for field in dataclasses.fields(arguments) if not field.name.startswith(("hub_", "_"))]
+    return {
+        field.name: _plain(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
+        for field in fields
+        if field.name not in _WITHOUT_EFFECT
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from aqnpipe.artifacts.training_facts import (
     CLIPPING,
     CONTINUITY,
+    RATES,
     STEP_GRADIENT,
-    ConstantRate,
-    learning_rate_problem,
-    optimizer_problems,
+    expected_learning_rate,
 )
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.sharding import gathered_weights
@@ -27,7 +26,7 @@ from aqnpipe.models.shares import is_sharded, is_share, local
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import ElementSample, Ledger, rounding_of
-from aqnpipe.training.audit.settings import decay_problems, weight_decays
+from aqnpipe.training.audit.settings import check_optimizer, decay_problems, weight_decays
 from aqnpipe.training.ranks import gathered
 
 _FOLLOWED = 24
@@ -35,15 +34,14 @@ _FOLLOWED = 24
 _NORM_ERROR = 2e-3
 """Relative error of a gradient norm that the trainer sums in float32, or in bfloat16 for weights in bfloat16."""
 
-_FLAGS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
-"""Settings of AdamW that are no numbers."""
+_RATE_ERROR = 1e-9
+"""Relative error of a learning rate: both sides compute it in float64."""
 
 
 class Updates:
     """Observes every update of one optimiser."""
 
     def __init__(self, spec: TrainingSpec, model: nn.Module, ledger: Ledger) -> None:
-        self.settings: dict[str, str | float] = {}
         self._spec = spec
         self._model = model
         self._ledger = ledger
@@ -101,8 +99,8 @@ class Updates:
             return
         step = self._ledger.steps + 1
         self.end_micro_batch()
-        self._note_rates(optimizer, step)
-        self._note_settings(optimizer)
+        self._check_rates(optimizer, step)
+        check_optimizer(optimizer, self._spec, self._ledger)
         if self._is_audited(step):
             for problem in decay_problems(optimizer, self._trained, self._decays):
                 self._report(f"step {step}: {problem}")
@@ -128,38 +126,14 @@ class Updates:
             self._report(f"update {self._ledger.steps} changed no weight: the optimiser counts {counted} updates")
         self._ledger.last_values = self._moments(optimizer).tolist()
 
-    def _note_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def _check_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Compare the learning rates of all groups with the study's schedule."""
+        expected = expected_learning_rate(self._spec, step)
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups if group["params"]})
-        for rate in rates:
-            problem = learning_rate_problem(self._spec, step, rate)
-            if problem is not None:
-                self._report(problem)
-        known = self._ledger.learning_rates
-        if known and known[-1].learning_rate == rates[-1]:
-            known[-1] = ConstantRate(learning_rate=rates[-1], steps=known[-1].steps + 1)
-        else:
-            known.append(ConstantRate(learning_rate=rates[-1], steps=1))
-
-    def _note_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare the settings of all groups; a setting that differs between groups is NaN."""
-        groups = [group for group in optimizer.param_groups if group["params"]]
-        betas = {tuple(group.get("betas", (math.nan, math.nan))) for group in groups}
-        # Those of matrices: norms and biases have none.
-        decays = {float(group["weight_decay"]) for group in groups if any(one.ndim > 1 for one in group["params"])}
-        epsilons = {float(group.get("eps", math.nan)) for group in groups}
-        beta1, beta2 = betas.pop() if len(betas) == 1 else (math.nan, math.nan)
-        self.settings = {
-            "kind": type(optimizer).__name__,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": decays.pop() if len(decays) == 1 else math.nan if decays else 0.0,
-            "epsilon": epsilons.pop() if len(epsilons) == 1 else math.nan,
-        }
-        for name, value in _FLAGS.items():
-            if any(group.get(name, value) != value for group in groups):
-                self._report(f"the optimiser's {name} is {not value}, the study asks for {value}")
-        for problem in optimizer_problems(self.settings, self._spec):
-            self._report(problem)
+        wrong = [rate for rate in rates if abs(rate - expected) > _RATE_ERROR * max(abs(rate), abs(expected))]
+        self._ledger.note(RATES, 1, 2.0 if wrong else 0.0)
+        for rate in wrong:
+            self._report(f"learning rate {rate:.6g} at step {step}, the study's schedule gives {expected:.6g}")
 
     def _check_gradients(self, step: int) -> None:
         """Compare the gradient that the optimiser gets with the sum over micro-batches and the mean over workers."""
