@@ -16,12 +16,6 @@ ROWS = pl.DataFrame(
         "finish_reason": "stop",
     }
 )
-CONFIG = {
-    "dtype": "float32",
-    "attention": "eager",
-    "prompt": {"layout": "bare"},
-    "evaluation": {"max_response_tokens": 40, "sampling": None},
-}
 
 
 def one_pass(level=0.0, seed=0, logits=("a", "b"), **changes):
@@ -38,13 +32,8 @@ def one_pass(level=0.0, seed=0, logits=("a", "b"), **changes):
 
 def facts(*passes, **changes):
     fields = {
-        "dtype": "float32",
-        "attention": "eager",
-        "temperature": None,
-        "max_response_tokens": 40,
         "end_token": 1,
         "stop_text": None,
-        "weights": "w",
         "prompts": "p",
         "passes": passes or (one_pass(),),
     }
@@ -92,17 +81,8 @@ def test_other_rows_are_named(change):
     assert "evaluation at level 0, noise seed 0" in problem
 
 
-def test_settings_that_differ_are_named():
-    assert facts().differences(CONFIG) == []
-    (problem,) = facts(temperature=0.7).differences(CONFIG)
-    assert problem == "used temperature 0.7, the study requests None"
-    (problem,) = facts(dtype="bfloat16").differences(CONFIG)
-    assert problem == "used dtype 'bfloat16', the study requests 'float32'"
-    assert facts(dtype="bfloat16", unchecked=("number format",)).differences(CONFIG) == []
-
-
 def test_shards_are_those_that_the_study_requests():
-    shared = CONFIG | {"generation": {"tensor_parallel": 2}}
-    assert facts(shards=2).differences(shared) == []
-    assert facts().differences(shared) == ["used shards 1, the study requests 2"]
-    assert facts(shards=2).differences(CONFIG) == ["used shards 2, the study requests 1"]
+    shared = {"generation": {"tensor_parallel": 2}}
+    assert facts(shards=2).shard_problems(shared) == []
+    assert facts().shard_problems(shared) == ["used shards 1, the study requests 2"]
+    assert facts(shards=2).shard_problems({}) == ["used shards 2, the study requests 1"]

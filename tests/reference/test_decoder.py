@@ -105,13 +105,12 @@ def test_masked_tokens_on_the_left_are_no_part_of_a_prompt():
     assert trace.judge([[END], [END]]).findings == ()
 
 
-def drawn(temperature=0.8, seed=3, allowed=VOCABULARY):
+def drawn(temperature=0.8, seed=3):
     """Trace and responses of a sampler of one token per row, of a batch whose rows 2 to 4 these are."""
     torch.manual_seed(2)
     logits = 1.5 * torch.randn(3, VOCABULARY)
     draws = torch.empty(6, VOCABULARY).exponential_(generator=torch.Generator().manual_seed(seed))
-    shown = logits.masked_fill(logits < logits.topk(allowed).values[:, -1:], -torch.inf)
-    tokens = ((shown / temperature).softmax(-1) / draws[2:5]).argmax(-1).tolist()
+    tokens = ((logits / temperature).softmax(-1) / draws[2:5]).argmax(-1).tolist()
     trace = DecodingTrace(PROMPTS, PAD, Choice(0.8, 3, first_row=2, num_rows=6))
     places = [1, 2, 0]
     ids = torch.tensor([PROMPTS[row] + [PAD] * (3 - len(PROMPTS[row])) for row in places])

@@ -70,13 +70,8 @@ class EvaluationFacts(Artifact):
     in words; empty for transformers.
     """
 
-    dtype: str
-    attention: str
-    temperature: float | None
-    max_response_tokens: int
     end_token: int
     stop_text: str | None
-    weights: str
     prompts: str
     passes: tuple[PassFacts, ...]
     shards: int = Field(default=1, ge=1)
@@ -86,24 +81,11 @@ class EvaluationFacts(Artifact):
         """Return what the facts say against each other."""
         return [*self._noise_problems(), *self._repetition_problems()]
 
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
-        """Return where the facts differ from the settings of an evaluation, `EvaluationSpec` as plain data."""
-        evaluation, prompt = config["evaluation"], config["prompt"]
-        sampling = evaluation.get("sampling")
-        requested = {
-            "temperature": sampling["temperature"] if sampling else None,
-            "max_response_tokens": evaluation["max_response_tokens"],
-            "stop_text": "Question:" if prompt.get("layout") == "question_answer" else None,
-            "shards": config.get("generation", {}).get("tensor_parallel", 1),
-        }
-        if not self.unchecked:
-            requested |= {"dtype": config["dtype"], "attention": config["attention"]}
-        found = self.model_dump()
-        return [
-            f"used {name} {found[name]!r}, the study requests {value!r}"
-            for name, value in requested.items()
-            if found[name] != value
-        ]
+    def shard_problems(self, config: Mapping[str, Any]) -> list[str]:
+        """Return a number of shards that an evaluation with these settings, `EvaluationSpec` as plain data, has not."""
+        requested = config.get("generation", {}).get("tensor_parallel", 1)
+        used = f"used shards {self.shards}, the study requests {requested}"
+        return [used] if self.shards != requested else []
 
     def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
         """Yield the passes whose rows in the table are not the responses that the facts are about."""

@@ -64,7 +64,6 @@ class TrainingFacts(Artifact):
     steps: int = Field(description="updates that the optimiser made")
     audited_steps: tuple[int, ...] = Field(description="steps whose numbers were recomputed")
     verified_steps: tuple[int, ...] = Field(default=(), description="steps of which a micro-batch was computed twice")
-    rollouts: int
     completions: int
     correct: tuple[int, ...] = Field(
         description="completions of each rollout whose reward, graded again from the texts, is above 0"
@@ -147,8 +146,7 @@ def _completeness_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str
     counts = {
         "optimiser updates": (facts.steps, spec.num_steps),
         "learning rates": (facts.recomputed.get(RATES, _NONE).compared, spec.num_steps),
-        "rollouts": (facts.rollouts, rollouts),
-        "graded rollouts": (len(facts.correct), rollouts),
+        "rollouts": (len(facts.correct), rollouts),
         "completions": (facts.completions, rollouts * training.steps_per_rollout * training.sequences_per_step),
         "workers": (facts.num_workers, training.num_workers),
         "checkpoints compared with memory": (

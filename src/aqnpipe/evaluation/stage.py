@@ -31,7 +31,7 @@ from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_id
 from aqnpipe.device import refuse_other_numbers, resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.evaluation.audit.judgement import Judge
-from aqnpipe.evaluation.audit.weights import combined, differing_weight, digests_in_memory
+from aqnpipe.evaluation.audit.weights import differing_weight, digests_in_memory
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, local_shard_runner, noise_of, shards_of
 from aqnpipe.generation.backend import Completion
 from aqnpipe.models.loading import file_digests, load_model, load_tokenizer, refuse_removed
@@ -298,13 +298,8 @@ class _TaskRun:
     def all_facts(self, prompts: str, passes: tuple[PassFacts, ...]) -> EvaluationFacts:
         """Return the facts of the evaluation."""
         return EvaluationFacts(
-            dtype=self._spec.dtype,
-            attention=self._spec.attention,
-            temperature=None,
-            max_response_tokens=self._spec.evaluation.max_response_tokens,
             end_token=int(self._tokenizer.eos_token_id),
             stop_text=None,
-            weights=combined(self._weights),
             prompts=prompts,
             passes=passes,
             unchecked=_UNOBSERVED,

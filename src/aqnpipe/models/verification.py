@@ -3,7 +3,7 @@
 transformers renames some weights when it loads them, and fuses others: the experts of a layer are many matrices in the
 files and one tensor in memory. What compares a model with its files undoes this, as `save_pretrained` does."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -60,18 +60,25 @@ def _compare_weights(model: PreTrainedModel, folder: Path, dtype: Dtype) -> None
 def weights_and_files(model: nn.Module, folder: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield name, weight in memory and tensor in the files of `folder`, for every weight that both have.
 
-    A weight of a divided model is this worker's share, or gathered where the loader renamed or fused it: a collective
-    operation, in the same order on every worker.
+    A weight that the loader renamed or fused is compared by its names in the files, one decoder layer at a time. Those
+    of a divided model are this worker's shares, renamed ones are gathered: a collective operation, in the same order on
+    every worker.
     """
     # The state dict of a sharded model would free gathered weights.
     held = [*model.named_parameters(), *model.named_buffers()] if is_sharded(model) else model.state_dict().items()
     own = {name_in_files(name): weight.detach() for name, weight in held}
+    parts: dict[int | None, dict[str, Tensor]] = {}
     with stored_weights(folder) as files:
         for name in (name for name in files if name in own):
             yield name, own[name], files[name].get_tensor(name)
-        if files.keys() - own.keys():
-            for name, weight in as_stored(model, own, files.keys()):
-                yield name, weight, files[name].get_tensor(name)
+        renamed = files.keys() - own.keys()
+        for name in own if renamed else ():
+            if name not in files:
+                parts.setdefault(layer_of(name), {})[name] = own[name]
+        for part in parts.values():
+            converted = revert_weight_conversion(model, {name: whole(weight) for name, weight in part.items()})
+            for name in (name for name in converted if name in renamed):
+                yield name, converted[name], files[name].get_tensor(name)
 
 
 def name_in_files(name: str) -> str:
@@ -79,18 +86,3 @@ def name_in_files(name: str) -> str:
     for in_memory, in_files in _NAMES:
         name = name.replace(in_memory, in_files)
     return name
-
-
-def as_stored(model: nn.Module, weights: Mapping[str, Tensor], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `names`, those in the files, have of `weights` by another name, with that name.
-
-    `weights`: of `model`, by their names in memory without adapters. One decoder layer is converted at a time. Shares
-    of a divided model are gathered, a collective operation.
-    """
-    parts: dict[int | None, dict[str, Tensor]] = {}
-    for name, weight in weights.items():
-        if name not in names:
-            parts.setdefault(layer_of(name), {})[name] = weight
-    for part in parts.values():
-        converted = revert_weight_conversion(model, {name: whole(weight) for name, weight in part.items()})
-        yield from ((name, tensor) for name, tensor in converted.items() if name in names and name not in weights)

@@ -237,7 +237,7 @@ class DecodingTrace:
         for draw, gap in zip(draws, gaps, strict=True):
             if gap > 1:
                 wrong.setdefault(draw.row, draw.step)
-        cause = cause_of(draws, self._choice.temperature or 1.0) if wrong else ""
+        cause = cause_of(draws) if wrong else ""
         temperature = f"the study samples at temperature {self._choice.temperature:g}, keyed by this batch"
         return gaps, [(row, f"token {step + 1} is {cause}; {temperature}") for row, step in sorted(wrong.items())]
 

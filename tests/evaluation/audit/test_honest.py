@@ -100,7 +100,6 @@ def test_a_sliding_window(run, tmp_path, attention):
 )
 def test_number_formats(run, dtype, attention):
     facts = run(builtin_folder("tiny"), dtype=dtype, attention=attention, **FEW)
-    assert facts.dtype == dtype
     assert facts.passes[0].largest_difference < 0.7
 
 
@@ -129,7 +128,10 @@ def test_samples(run):
     facts = run(builtin_folder("tiny"), sampling={"temperature": 1.3, "num_samples": 3}, **FEW)
     clean, *_ = facts.passes
     assert clean.rows_again >= 3
-    assert clean.rows != run(builtin_folder("tiny"), sampling={"temperature": 1e-4, "num_samples": 3}, **FEW).passes[0].rows
+    assert (
+        clean.rows
+        != run(builtin_folder("tiny"), sampling={"temperature": 1e-4, "num_samples": 3}, **FEW).passes[0].rows
+    )
 
 
 def test_samples_at_a_temperature_near_zero(run):

@@ -23,8 +23,8 @@ def problems_of(seed, dtype, limit, mistake=lambda weights: None):
         torch.manual_seed(seed)
         model, found = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(dtype), Ledger()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        updates = Updates(spec, model, found)
-        updates.attach(optimizer, lambda step: True)
+        updates = Updates(spec, model, found, lambda step: True)
+        updates.attach(optimizer)
         for _ in range(2):
             for _ in range(PASSES):
                 (model(torch.randn(3, 6).to(dtype)).float().square().mean() / PASSES).backward()
@@ -66,8 +66,8 @@ def test_only_a_bias_that_selects_experts_may_lack_a_gradient(name, is_named):
     found, model = Ledger(), nn.Linear(6, 6)
     model.register_parameter(name, nn.Parameter(torch.zeros(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    updates = Updates(training_spec(micro_batch_size=8), model, found)
-    updates.attach(optimizer, lambda step: True)
+    updates = Updates(training_spec(micro_batch_size=8), model, found, lambda step: True)
+    updates.attach(optimizer)
     model(torch.ones(3, 6)).square().mean().backward()
     clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

@@ -67,9 +67,10 @@ class Judge:
     def judge(self, result: PassResult, rows: pl.DataFrame) -> None:
         """Raise ReceiptError if a pass, or the table of it, is not what the study requests."""
         where = f"evaluation at level {result.noise_level:g}, noise seed {result.noise_seed}"
-        problems = list(dict.fromkeys(self._problems(result, rows)))
+        facts = self._facts(result)
+        problems = list(dict.fromkeys(self._problems(result, facts, rows)))
         if not problems:
-            self._passes.append(self._facts(result))
+            self._passes.append(facts)
             # Compared with the passes before, and judged again by the comparison.
             where, problems = "", list(self.facts().problems())
         if problems:
@@ -79,25 +80,20 @@ class Judge:
 
     def facts(self) -> EvaluationFacts:
         """Return the facts of all passes judged so far."""
-        spec, sampling = self._spec, self._spec.evaluation.sampling
         return EvaluationFacts(
-            dtype=spec.dtype,
-            attention=spec.attention,
-            temperature=sampling.temperature if sampling else None,
-            max_response_tokens=spec.evaluation.max_response_tokens,
             end_token=int(self._tokenizer.eos_token_id),
             stop_text=self.stop_text,
-            weights=self._weights or "",
             prompts="".join(self._prompts),
             passes=tuple(self._passes),
             shards=self._shards,
             unchecked=() if self._is_observed else UNOBSERVED,
         )
 
-    def _problems(self, result: PassResult, rows: pl.DataFrame) -> Iterator[str]:
+    def _problems(self, result: PassResult, facts: PassFacts, rows: pl.DataFrame) -> Iterator[str]:
         if self._is_observed:
             yield from self._batch_problems(result)
         yield from self._response_problems(result.samples)
+        yield from facts.row_problems(rows)
         yield from self._row_problems(result, rows)
 
     def _batch_problems(self, result: PassResult) -> Iterator[str]:
@@ -116,8 +112,6 @@ class Judge:
                 or list(self._found_problems(batch, facts.problems))
                 or list(self._token_problems(batch, facts.responses, result.samples))
             )
-        if all(facts.weights_by_name is None for facts in result.facts):
-            yield "no batch reported its weights"
 
     def _setting_problems(self, facts: BatchFacts, batch: Batch) -> Iterator[str]:
         if facts.weights_by_name is not None:
@@ -184,7 +178,6 @@ class Judge:
         for name in ("noise_level", "noise_seed"):
             if set(rows[name]) != {getattr(result, name)}:
                 yield f"its rows are labelled with another {name.replace('_', ' ')}"
-        yield from self._facts(result).row_problems(rows)
         golds = dict(zip(self._questions.ids, self._questions.golds, strict=True))
         columns = columns_of(self._graders)
         for row in rows.iter_rows(named=True):

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from aqnpipe.artifacts.provenance import short_digest
 from aqnpipe.models.adapted import find_base, has_only_adapters
+from aqnpipe.models.loading import stored_weights
 from aqnpipe.models.verification import name_in_files
 from aqnpipe.seeding import derive_seed
 
@@ -30,10 +30,10 @@ def differing_weight(found: Mapping[str, str], folder: Path) -> str | None:
     under their name and are not compared.
     """
     folders = [folder, find_base(folder)] if has_only_adapters(folder) else [folder]
-    for path in (path for folder in folders for path in sorted(folder.glob("*.safetensors"))):
-        with safe_open(path, framework="pt") as tensors:
-            for name in sorted(found.keys() & set(tensors.keys())):
-                stored = _row(tensors.get_slice(name), name)
+    for each in folders:
+        with stored_weights(each) as files:
+            for name in sorted(found.keys() & files.keys()):
+                stored = _row(files[name].get_slice(name), name)
                 if found[name] not in {tensor_digest(stored), *(tensor_digest(stored.to(dtype)) for dtype in _FORMATS)}:
                     return name
     return None

@@ -95,7 +95,7 @@ class TrainingAudit(TrainerCallback):
         self._scoring = ScoringAudit(spec, ledger, tokenizer.eos_token_id)
         self._weights = WeightAudit(model, model_folder, spec.random_seed, ledger)
         self._routing = RoutingAudit(model, ledger, replays=spec.arm.routing_replay)
-        self._updates = Updates(spec, model, ledger)
+        self._updates = Updates(spec, model, ledger, self.is_audited)
 
     def attach(self, trainer: Any) -> None:
         """Observe the networks of `trainer`."""
@@ -107,10 +107,9 @@ class TrainingAudit(TrainerCallback):
             backward(loss, **kwargs)
 
         trainer.accelerator.backward = observed
-        self._model.register_forward_hook(self._observe_policy, with_kwargs=True)
-        reference = trainer.ref_model
-        if isinstance(reference, nn.Module) and reference is not self._model:
-            reference.register_forward_hook(self._observe_reference, with_kwargs=True)
+        for network in {self._model, trainer.ref_model}:
+            if isinstance(network, nn.Module):
+                network.register_forward_hook(self._observe, with_kwargs=True)
 
     def is_audited(self, step: int) -> bool:
         """Return whether the numbers of optimiser step `step`, counted from 1, are recomputed."""
@@ -156,7 +155,7 @@ class TrainingAudit(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the trainer's settings, and observe its optimiser."""
         optimizer = kwargs["optimizer"]
-        self._updates.attach(getattr(optimizer, "optimizer", optimizer), self.is_audited)
+        self._updates.attach(getattr(optimizer, "optimizer", optimizer))
         check_trainer(self._trainer, self._spec, self.ledger)
         check_adapters(self._model, self._spec, self.ledger)
         for problem in (*trainable_problems(self._model, self._spec), *self._dropout_problems()):
@@ -211,20 +210,15 @@ class TrainingAudit(TrainerCallback):
 
     def why_no_gradient(self) -> str:
         """Return what the rewards of a run were in which no group had different ones."""
-        rollouts = self.ledger
-        if self._spec.training.rewards:
+        completions = self.ledger.completions
+        if self._spec.training.rewards or any(self.ledger.correct):
             return (
-                f"no reward that differs within a group: each of {rollouts.completions} responses has the reward of "
-                "its whole group; expected other training.rewards or questions, or a higher training.temperature"
-            )
-        if any(rollouts.correct):
-            return (
-                f"no reward that differs within a group: {sum(rollouts.correct)} of {rollouts.completions} responses "
-                "have reward 1, each with its whole group; expected harder questions or a higher training.temperature"
+                f"no reward that differs within a group: each of {completions} responses has the reward of its whole "
+                "group; expected other questions or training.rewards, or a higher training.temperature"
             )
         return (
-            f"no reward in any group: all {rollouts.completions} responses have reward 0; expected a model that "
-            "sometimes ends with `#### number`, easier questions, or a larger training.max_response_tokens"
+            f"no reward in any group: all {completions} responses have reward 0; expected a model that sometimes ends "
+            "with `#### number`, easier questions, or a larger training.max_response_tokens"
         )
 
     def facts(self) -> TrainingFacts:
@@ -273,7 +267,7 @@ class TrainingAudit(TrainerCallback):
         """Return whether a step that learns from the rollout after `step` updates is audited."""
         return any(self.is_audited(step + later + 1) for later in range(self._spec.training.steps_per_rollout))
 
-    def _observe_policy(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _observe(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self._is_rehearsal:
             return
         with unobserved():
@@ -296,19 +290,13 @@ class TrainingAudit(TrainerCallback):
             self._routing.check_replay(kwargs, self._scoring.book)
             self._scoring.observe(kwargs, logits, "trained", is_audited)
             return
-        kind = "reference" if adapters_are_off(module) else "old"
         audited = self._audits_rollout(self.ledger.steps)
-        if kind == "reference" and audited:
-            self._check_reference(module)
-        if kind == "old":
+        if module is self._model and not adapters_are_off(module):
             self._routing.check_replay(kwargs, self._scoring.book)
-        self._scoring.observe(kwargs, logits, kind, audited)
-
-    def _observe_reference(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if _is_scoring(kwargs) and self._audits_rollout(self.ledger.steps):
-            with unobserved():
-                self._check_reference(module)
-                self._scoring.observe(kwargs, output.logits, "reference", True)
+            self._scoring.observe(kwargs, logits, "old", audited)
+        elif audited:
+            self._check_reference(module)
+            self._scoring.observe(kwargs, logits, "reference", audited)
 
     def _check_graph(self, loss: Tensor) -> None:
         """Compare what the loss of an audited micro-batch depends on."""

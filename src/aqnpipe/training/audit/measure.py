@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
@@ -32,7 +33,6 @@ class Ledger(Artifact):
     steps: int = 0
     audited_steps: list[int] = Field(default_factory=list)
     verified_steps: list[int] = Field(default_factory=list)
-    rollouts: int = 0
     completions: int = 0
     correct: list[int] = Field(default_factory=list)
     validated: dict[int, int] = Field(default_factory=dict)
@@ -75,8 +75,7 @@ class Ledger(Artifact):
         self.recomputed[name] = Recomputed(compared=before.compared + compared, worst=max(before.worst, worst))
 
 
-@dataclass(frozen=True)
-class Element:
+class Element(NamedTuple):
     """One element of a named tensor."""
 
     name: str
@@ -87,7 +86,7 @@ class Element:
 class ElementSample:
     """Some elements of the tensors of a model, the same on every worker and in every process."""
 
-    elements: tuple[Element, ...] = field(default=())
+    elements: tuple[Element, ...]
 
     @classmethod
     def draw(
@@ -98,13 +97,12 @@ class ElementSample:
         if names is not None:
             ranked = sorted(range(len(chosen)), key=lambda place: derive_seed(seed, "audited tensors", place))
             chosen = [chosen[place] for place in sorted(ranked[:names])]
-        return cls(
-            tuple(
-                Element(name, _unravelled(derive_seed(seed, "audited element", place, number), shapes[name]))
-                for place, name in enumerate(chosen)
-                for number in range(of_each)
-            )
-        )
+        elements = []
+        for place, name in enumerate(chosen):
+            for number in range(of_each):
+                flat = derive_seed(seed, "audited element", place, number) % math.prod(shapes[name])
+                elements.append(Element(name, tuple(map(int, np.unravel_index(flat, tuple(shapes[name]))))))
+        return cls(tuple(elements))
 
     def read(self, tensor_of: Callable[[str], Tensor | None]) -> Tensor:
         """Return the values as float64 [elements]; 0 where there is no tensor.
@@ -131,11 +129,3 @@ class ElementSample:
 def rounding_of(dtype: torch.dtype) -> float:
     """Return the largest relative rounding error of a number format."""
     return float(torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
-
-
-def _unravelled(number: int, shape: Sequence[int]) -> tuple[int, ...]:
-    place, index = number % math.prod(shape), []
-    for size in reversed(shape):
-        index.append(place % size)
-        place //= size
-    return tuple(reversed(index))

@@ -115,7 +115,6 @@ class RolloutAudit:
         every = gathered((sum(reward > 0 for reward in rewards), len(rewards), differing, math.fsum(rewards)))
         correct, counts, groups, sums = zip(*every, strict=True)
         self.mean_reward = math.fsum(sums) / sum(counts)
-        ledger.rollouts += 1
         ledger.completions += sum(counts)
         ledger.correct.append(sum(correct))
         ledger.differing_groups += sum(groups)
@@ -123,11 +122,9 @@ class RolloutAudit:
     def _check_experts(self, verdict: Verdict, completions: Sequence[Completion]) -> None:
         """Compare the experts that the sampler noted with those that ran."""
         noted = _experts_of(completions)
-        wrong = [
-            row
-            for row, own in enumerate(noted)
-            if own is not None and not torch.equal(own, verdict.experts.get(row, own[:0]))
-        ]
+        ran = [verdict.experts.get(row, torch.empty(0)) for row in range(len(noted))]
+        pairs = enumerate(zip(noted, ran, strict=True))
+        wrong = [row for row, (own, found) in pairs if own is not None and not torch.equal(own, found)]
         compared = sum(len(own) for own in noted if own is not None)
         if compared:
             self._ledger.note(EXPERTS, compared, 2.0 if wrong else 0.0)
@@ -142,7 +139,7 @@ class RolloutAudit:
         return weighted_rewards(own, cut, golds) if own else strict_rewards(cut, golds)
 
     def _share(self, rank: int, workers: int) -> list[int]:
-        whole = questions_of_rollout(len(self._questions.ids), self._ledger.rollouts, self._spec)
+        whole = questions_of_rollout(len(self._questions.ids), len(self._ledger.correct), self._spec)
         rows = len(whole) // workers
         return whole[rank * rows : (rank + 1) * rows]
 
@@ -152,11 +149,10 @@ class RolloutAudit:
         if found == expected:
             return
         known = {tuple(prompt) for prompt in self._questions.prompts}
-        unknown = sum(prompt not in known for prompt in found)
-        cause = f"{unknown} of {len(found)} are no prompts of the training questions"
-        if not unknown:
-            cause = "they are not the questions of the seed's order (repeated, skipped or of another seed)"
-        self._report(f"prompts of the rollout after step {step}: {cause}")
+        self._report(
+            f"prompts of the rollout after step {step}: they are not the questions of the seed's order, "
+            f"{sum(prompt not in known for prompt in found)} of {len(found)} are no training questions"
+        )
 
 
 def _experts_of(completions: Sequence[Completion]) -> list[Tensor | None]:

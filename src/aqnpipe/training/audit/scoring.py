@@ -80,9 +80,6 @@ class RolloutBook:
         """Note that a row is trained on; return what is wrong with it."""
         found = self.candidates(row)
         if not found:
-            prompts = {completed.row[0] for completed in self.completions}
-            if row[0] in prompts and not row[1]:
-                return "the tokens of a completion are masked"
             return "a micro-batch has a row that is no completion of the rollout (other tokens, or another mask)"
         free = next((completed for completed in found if not completed.is_trained), None)
         if free is None:

@@ -80,15 +80,13 @@ def check_trainer(trainer: Any, spec: TrainingSpec, ledger: Ledger) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, spec: TrainingSpec, ledger: Ledger) -> None:
-    """Compare the settings of the optimiser; the weight decay is that of matrices, as norms and biases have none."""
+    """Compare the settings of the optimiser; see `decay_problems` for the weight decay."""
     training, groups = spec.training, [group for group in optimizer.param_groups if group["params"]]
-    expected: dict[str, Any] = {"betas": (training.adam_beta1, training.adam_beta2), "eps": 1e-8, **_FLAGS}
-    pairs = {name: ([group.get(name, _FLAGS.get(name)) for group in groups], value) for name, value in expected.items()}
-    of_matrices = [group for group in groups if any(weight.ndim > 1 for weight in group["params"])]
-    pairs["weight_decay"] = ([group["weight_decay"] for group in of_matrices], training.weight_decay)
-    others = {name: ([found for found in held if found != value], value) for name, (held, value) in pairs.items()}
-    settings = {name: (found[0] if found else value, value) for name, (found, value) in others.items()}
-    ledger.require(SETTINGS, "the optimiser's", {"kind": (type(optimizer).__name__, "AdamW"), **settings})
+    settings: dict[str, tuple[Any, Any]] = {"kind": (type(optimizer).__name__, "AdamW")}
+    for name, value in {"betas": (training.adam_beta1, training.adam_beta2), "eps": 1e-8, **_FLAGS}.items():
+        others = [found for group in groups if (found := group.get(name, _FLAGS.get(name))) != value]
+        settings[name] = (others[0] if others else value, value)
+    ledger.require(SETTINGS, "the optimiser's", settings)
 
 
 def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:

@@ -41,7 +41,7 @@ _RATE_ERROR = 1e-9
 class Updates:
     """Observes every update of one optimiser."""
 
-    def __init__(self, spec: TrainingSpec, model: nn.Module, ledger: Ledger) -> None:
+    def __init__(self, spec: TrainingSpec, model: nn.Module, ledger: Ledger, is_audited: Callable[[int], bool]) -> None:
         self._spec = spec
         self._model = model
         self._ledger = ledger
@@ -56,11 +56,10 @@ class Updates:
         self._passes = [0] * len(self._followed.elements)
         self.arrived: list[tuple[int, Tensor]] = []
         self._depth = 0
-        self._is_audited: Callable[[int], bool] = lambda step: True
-
-    def attach(self, optimizer: torch.optim.Optimizer, is_audited: Callable[[int], bool]) -> None:
-        """Observe `optimizer` and the gradients of the followed elements from now on."""
         self._is_audited = is_audited
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Observe `optimizer` and the gradients of the followed elements from now on."""
         held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         for name, weight in self._trained.items():
             if id(weight) not in held:
@@ -101,9 +100,8 @@ class Updates:
         self.end_micro_batch()
         self._check_rates(optimizer, step)
         check_optimizer(optimizer, self._spec, self._ledger)
-        if self._is_audited(step):
-            for problem in decay_problems(optimizer, self._trained, self._decays):
-                self._report(f"step {step}: {problem}")
+        for problem in decay_problems(optimizer, self._trained, self._decays):
+            self._report(problem)
         if len(self._ledger.last_values) == 3:
             before = self._moments(optimizer)
             changed = before - torch.tensor(self._ledger.last_values, dtype=torch.float64)
