@@ -79,7 +79,7 @@ class Element(NamedTuple):
     """One element of a named tensor."""
 
     name: str
-    index: tuple[int, ...]
+    place: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class ElementSample:
         with unobserved():
             values = [tensor_of(element.name) for element in self.elements]
             found = [
-                (torch.zeros(()), False) if tensor is None else element_of(tensor, element.index)
+                (torch.zeros(()), False) if tensor is None else element_of(tensor, element.place)
                 for tensor, element in zip(values, self.elements, strict=True)
             ]
             if not found:

@@ -68,7 +68,7 @@ class Updates:
             # The gradients of a sharded weight arrive at the gathered one, whose object FSDP keeps.
             arriving = dict(self._model.named_parameters())
             for place, element in enumerate(self._followed.elements):
-                arriving[element.name].register_hook(self._gradient_hook(place, element.index))
+                arriving[element.name].register_hook(self._gradient_hook(place, element.place))
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
 
