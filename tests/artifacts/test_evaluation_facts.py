@@ -42,7 +42,7 @@ def facts(*passes, **changes):
 
 def test_passes_under_their_own_noise_have_no_problem():
     noisy = (one_pass(0.1, 0, ("c", "d")), one_pass(0.1, 1, ("e", "f")), one_pass(0.2, 0, ("g", "h")))
-    assert facts(one_pass(), *noisy).problems() == []
+    assert list(facts(one_pass(), *noisy).problems()) == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,6 @@ def test_passes_under_their_own_noise_have_no_problem():
             "noise seeds 0 and 1 gave the same noise in 1 of 2",
         ),
         ((one_pass(), one_pass(0.1, 1)), "noise levels 0 and 0.1 gave the same logits in 2 of 2 batches"),
-        ((one_pass(0.1, 1), one_pass(0.1, 1, ("x", "y"))), "its facts occur twice"),
     ],
 )
 def test_passes_that_share_noise_are_named(passes, words):

@@ -77,10 +77,6 @@ class EvaluationFacts(Artifact):
     shards: int = Field(default=1, ge=1)
     unchecked: tuple[str, ...] = ()
 
-    def problems(self) -> list[str]:
-        """Return what the facts say against each other."""
-        return [*self._noise_problems(), *self._repetition_problems()]
-
     def shard_problems(self, config: Mapping[str, Any]) -> list[str]:
         """Return a number of shards that an evaluation with these settings, `EvaluationSpec` as plain data, has not."""
         requested = config.get("generation", {}).get("tensor_parallel", 1)
@@ -99,8 +95,8 @@ class EvaluationFacts(Artifact):
         for facts in self.passes:
             yield from facts.response_problems(of_passes[facts.noise_level, facts.noise_seed])
 
-    def _noise_problems(self) -> Iterator[str]:
-        """Two passes that differ in noise have other logits in every batch, unless they share the noise."""
+    def problems(self) -> Iterator[str]:
+        """Yield passes that share their noise: two that differ in noise have other logits in every batch."""
         for first, second in combinations(self.passes, 2):
             same = sum(one == other for one, other in zip(first.first_logits, second.first_logits, strict=False))
             if not same:
@@ -115,11 +111,6 @@ class EvaluationFacts(Artifact):
                     f"noise levels {first.noise_level:g} and {second.noise_level:g} gave the same logits in {same} of "
                     f"{len(first.first_logits)} batches: one of the evaluations did not run under its noise"
                 )
-
-    def _repetition_problems(self) -> Iterator[str]:
-        for first, second in combinations(self.passes, 2):
-            if (first.noise_level, first.noise_seed) == (second.noise_level, second.noise_seed):
-                yield f"{first.name}: its facts occur twice"
 
 
 def row_digests(rows: pl.DataFrame) -> list[str]:

@@ -129,18 +129,15 @@ class Judge:
             )
 
     def _prompt_problems(self, batch: Batch, facts: BatchFacts) -> Iterator[str]:
-        if len(facts.prompts) != len(batch.questions):
-            yield f"the model read {len(facts.prompts)} prompts in batch {batch.step}, expected {len(batch.questions)}"
-            return
-        for question, prompt in zip(batch.questions, facts.prompts, strict=True):
-            if prompt != self._prompts[question]:
-                yield f"for question {self._name(question)} the model read {self._whose(prompt)}"
-
-    def _whose(self, prompt: str) -> str:
-        others = [self._name(number) for number, digest in enumerate(self._prompts) if digest == prompt]
-        if others:
-            return f"the prompt of question {others[0]}"
-        return "another prompt than its text in the study's format, with the checkpoint's tokenizer and chat template"
+        for question, prompt in zip(batch.questions, facts.prompts, strict=False):
+            if prompt == self._prompts[question]:
+                continue
+            others = [self._name(number) for number, digest in enumerate(self._prompts) if digest == prompt]
+            what = (
+                "another prompt than its text in the study's format, with the checkpoint's tokenizer and chat template"
+            )
+            read = f"the prompt of question {others[0]}" if others else what
+            yield f"for question {self._name(question)} the model read {read}"
 
     def _found_problems(self, batch: Batch, findings: Sequence[Finding]) -> Iterator[str]:
         for row, text in findings:

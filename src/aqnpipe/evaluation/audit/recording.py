@@ -130,7 +130,10 @@ class ObservedBatch:
         """Decode some prompts without noise, and compute them again: noise has no part in what the decoder does."""
         prompts = self._prompts[:: max(1, len(self._prompts) // _TRIAL_ROWS)][:_TRIAL_ROWS]
         trace = DecodingTrace(prompts, self._generator.special_tokens[1], Choice())
-        with _hooked(self._generator.model, lambda module, args, kwargs, output: trace.note(kwargs, output.logits)):
+        model = self._generator.model
+        with model.register_forward_hook(
+            lambda module, args, kwargs, output: trace.note(kwargs, output.logits), with_kwargs=True
+        ):
             responses = [one.token_ids for one in self._generator.decode_without_noise(prompts, trial)]
         verdict = trace.judge(responses)
         again = _Again() if verdict.findings else self._again(prompts, responses, verdict, Choice())
@@ -180,17 +183,8 @@ def observed(
         yield None
         return
     batch = ObservedBatch(generator, spec, place, prompts)
-    with _hooked(generator.model, batch.note):
+    with generator.model.register_forward_hook(batch.note, with_kwargs=True):
         yield batch
-
-
-@contextmanager
-def _hooked(model: Any, hook: Any) -> Iterator[None]:
-    handle = model.register_forward_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _trial(spec: EvaluationSpec, place: BatchPlace) -> Sampling | None:

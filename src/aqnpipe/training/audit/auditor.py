@@ -38,7 +38,7 @@ from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.audit.rollouts import RolloutAudit, check_decoding
 from aqnpipe.training.audit.routing import RoutingAudit
 from aqnpipe.training.audit.scoring import ScoringAudit, reaches_around
-from aqnpipe.training.audit.settings import check_adapters, check_trainer, dropout_problems, trainable_problems
+from aqnpipe.training.audit.settings import check_adapters, check_trainable, check_trainer
 from aqnpipe.training.audit.updates import Updates
 from aqnpipe.training.audit.weights import WeightAudit, adapters_are_off
 from aqnpipe.training.ranks import gathered, rank_and_size
@@ -54,9 +54,9 @@ _OF_A_GRADIENT = re.compile(r"(worker \d+ of \d+: )?backward ")
 class TrainingAudit(TrainerCallback):
     """Observes a trainer; a difference between what it does and the study ends the run in one line.
 
-    Create it with the policy before a resume point is loaded, give `engine(...)` to the trainer, then `attach` it. As
-    a callback it must come behind those that save and validate. After the steps `receipt_steps` the receipt so far is
-    checked too, so that a wrong set-up costs minutes and not a day.
+    Create it with the policy before a resume point is loaded, then `attach` it to the trainer. As a callback it must
+    come behind those that save and validate. After the steps `receipt_steps` the receipt so far is checked too, so that
+    a wrong set-up costs minutes and not a day.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class TrainingAudit(TrainerCallback):
         self._updates.attach(getattr(optimizer, "optimizer", optimizer))
         check_trainer(self._trainer, self._spec, self.ledger)
         check_adapters(self._model, self._spec, self.ledger)
-        for problem in (*trainable_problems(self._model, self._spec), *self._dropout_problems()):
-            self._report(problem)
+        check_trainable(self._model, self._spec, self.ledger)
+        check_dropout(self._model, self._spec, self._model_folder, self.ledger)
         self._refuse(self.ledger.problems)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -175,7 +175,8 @@ class TrainingAudit(TrainerCallback):
             self._scoring.end_rollout()
         if self.is_audited(step):
             self.ledger.audited_steps.append(step)
-            self._check_weights(step)
+            if len(set(gathered(self._weights.check_frozen()))) > 1:
+                self._report(f"the workers have different weights after step {step}: gradients were not averaged")
             check_trainer(self._trainer, self._spec, self.ledger)
             check_adapters(self._model, self._spec, self.ledger)
         self._check_accuracies()
@@ -284,8 +285,7 @@ class TrainingAudit(TrainerCallback):
             self._updates.end_micro_batch()
             is_audited = self.is_audited(self.ledger.steps + 1)
             if is_audited:
-                for problem in self._dropout_problems():
-                    self._report(f"step {self.ledger.steps + 1}: {problem}")
+                check_dropout(module, self._spec, self._model_folder, self.ledger)
             self._logits = logits if is_audited else None
             self._routing.check_replay(kwargs, self._scoring.book)
             self._scoring.observe(kwargs, logits, "trained", is_audited)
@@ -307,18 +307,11 @@ class TrainingAudit(TrainerCallback):
                 "a term that the study does not ask for (a penalty?), which no gradient of the study's loss explains"
             )
 
-    def _dropout_problems(self) -> Iterator[str]:
-        return dropout_problems(self._model, self._spec, self._model_folder)
-
     def _check_reference(self, module: nn.Module) -> None:
         """Compare the weights of the reference, once per rollout."""
         if self._referenced != self.ledger.steps:
             self._referenced = self.ledger.steps
             self._weights.check_reference(module)
-
-    def _check_weights(self, step: int) -> None:
-        if len(set(gathered(self._weights.check_frozen()))) > 1:
-            self._report(f"the workers have different weights after step {step}: their gradients were not averaged")
 
     def _check_checkpoint(self, step: int) -> None:
         folder = self._checkpoint_folder / f"step{step}"

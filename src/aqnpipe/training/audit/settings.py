@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,14 +79,22 @@ def check_trainer(trainer: Any, spec: TrainingSpec, ledger: Ledger) -> None:
     ledger.require(SETTINGS, "the trainer's", in_effect)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, spec: TrainingSpec, ledger: Ledger) -> None:
-    """Compare the settings of the optimiser; see `decay_problems` for the weight decay."""
+def check_optimizer(
+    optimizer: torch.optim.Optimizer,
+    spec: TrainingSpec,
+    decays: Mapping[str, tuple[nn.Parameter, float]],
+    ledger: Ledger,
+) -> None:
+    """Compare the settings of the optimiser; `decays`: each trained weight with its weight decay, by name."""
     training, groups = spec.training, [group for group in optimizer.param_groups if group["params"]]
     settings: dict[str, tuple[Any, Any]] = {"kind": (type(optimizer).__name__, "AdamW")}
     for name, value in {"betas": (training.adam_beta1, training.adam_beta2), "eps": 1e-8, **_FLAGS}.items():
         others = [found for group in groups if (found := group.get(name, _FLAGS.get(name))) != value]
         settings[name] = (others[0] if others else value, value)
     ledger.require(SETTINGS, "the optimiser's", settings)
+    held = {id(weight): float(group["weight_decay"]) for group in groups for weight in group["params"]}
+    of_weights = {name: (held.get(id(weight), decay), decay) for name, (weight, decay) in decays.items()}
+    ledger.require(SETTINGS, "the weight decay of", of_weights)
 
 
 def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:
@@ -129,14 +137,15 @@ def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool 
     }
 
 
-def dropout_problems(model: nn.Module, spec: TrainingSpec, model_folder: Path) -> Iterator[str]:
-    """Yield every dropout rate of `model` that neither its own configuration nor the study's adapters ask for."""
+def check_dropout(model: nn.Module, spec: TrainingSpec, model_folder: Path, ledger: Ledger) -> None:
+    """Report a dropout rate of `model` that neither its own configuration nor the study's adapters ask for."""
     allowed = {0.0, spec.training.lora.dropout if spec.training.lora else 0.0, *_own_dropout(model_folder)}
     for name, module in model.named_modules():
         for attribute, rate in dropout_rates(module):
             if rate not in allowed:
-                yield f"{name}: {attribute} is {rate:g}, neither the model nor the study has this dropout"
-                return
+                return ledger.report(
+                    f"{name}: {attribute} is {rate:g}, neither the model nor the study has this dropout"
+                )
 
 
 @cache
@@ -160,24 +169,14 @@ def weight_decays(model: nn.Module, decay: float) -> dict[str, float]:
     }
 
 
-def decay_problems(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], decays: Mapping[str, float]
-) -> Iterator[str]:
-    """Yield the first weight that `optimizer` decays by another factor than `decays` has for it."""
-    found = {id(weight): float(group["weight_decay"]) for group in optimizer.param_groups for weight in group["params"]}
-    for name, weight in trained.items():
-        if found.get(id(weight), decays[name]) != decays[name]:
-            yield f"the weight decay of {name} is {found[id(weight)]:g}, the study asks for {decays[name]:g}"
-            return
-
-
-def trainable_problems(model: nn.Module, spec: TrainingSpec) -> Iterator[str]:
-    """Yield every weight that is frozen and should be trained, or the reverse."""
-    for name, weight in model.named_parameters():
-        is_trained = "lora_" in name if spec.training.lora else True
-        if weight.requires_grad != is_trained:
-            yield f"{name} is {'frozen' if is_trained else 'trained'}, the study asks for the opposite"
-            return
+def check_trainable(model: nn.Module, spec: TrainingSpec, ledger: Ledger) -> None:
+    """Compare which weights are trained: adapters if there are any, else all."""
+    words = {True: "trained", False: "frozen"}
+    weights = {
+        name: (words[weight.requires_grad], words["lora_" in name or spec.training.lora is None])
+        for name, weight in model.named_parameters()
+    }
+    ledger.require(SETTINGS, "the weight", weights)
 
 
 def check_adapters(model: nn.Module, spec: TrainingSpec, ledger: Ledger) -> None:

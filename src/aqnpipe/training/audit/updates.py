@@ -26,7 +26,7 @@ from aqnpipe.models.shares import is_sharded, is_share, local
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import ElementSample, Ledger, rounding_of
-from aqnpipe.training.audit.settings import check_optimizer, decay_problems, weight_decays
+from aqnpipe.training.audit.settings import check_optimizer, weight_decays
 from aqnpipe.training.ranks import gathered
 
 _FOLLOWED = 24
@@ -47,7 +47,8 @@ class Updates:
         self._ledger = ledger
         self._report = ledger.report
         self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._decays = weight_decays(model, spec.training.weight_decay)
+        decays = weight_decays(model, spec.training.weight_decay)
+        self._decays = {name: (weight, decays[name]) for name, weight in self._trained.items()}
         shapes = {name: weight.shape for name, weight in self._trained.items()}
         seed = derive_seed(spec.random_seed, "audit of updates")
         self._followed = ElementSample.draw(shapes, seed, 1, names=_FOLLOWED)
@@ -99,9 +100,7 @@ class Updates:
         step = self._ledger.steps + 1
         self.end_micro_batch()
         self._check_rates(optimizer, step)
-        check_optimizer(optimizer, self._spec, self._ledger)
-        for problem in decay_problems(optimizer, self._trained, self._decays):
-            self._report(problem)
+        check_optimizer(optimizer, self._spec, self._decays, self._ledger)
         if len(self._ledger.last_values) == 3:
             before = self._moments(optimizer)
             changed = before - torch.tensor(self._ledger.last_values, dtype=torch.float64)
