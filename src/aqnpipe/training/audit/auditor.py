@@ -38,7 +38,7 @@ from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.audit.rollouts import RolloutAudit, check_decoding
 from aqnpipe.training.audit.routing import RoutingAudit
 from aqnpipe.training.audit.scoring import ScoringAudit, reaches_around
-from aqnpipe.training.audit.settings import check_adapters, check_trainable, check_trainer
+from aqnpipe.training.audit.settings import check_adapters, check_dropout, check_trainable, check_trainer
 from aqnpipe.training.audit.updates import Updates
 from aqnpipe.training.audit.weights import WeightAudit, adapters_are_off
 from aqnpipe.training.ranks import gathered, rank_and_size
