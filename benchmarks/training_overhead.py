@@ -41,7 +41,6 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.config.study import load_study_file
 from aqnpipe.data.stage import prepare_data
-from aqnpipe.generation.rollout_engines import RolloutEngine
 from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model
 from aqnpipe.training import run
 from aqnpipe.training.audit.auditor import TrainingAudit
@@ -125,17 +124,19 @@ class NoAudit(TrainerCallback):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def engine(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return the engine as it is."""
-        return engine
-
     def attach(self, trainer: Any) -> None:
         """Observe nothing."""
 
     def begin_validation(self, prompts: Any) -> None:
         """Observe nothing."""
 
-    def end_validation(self, completions: Any, accuracy: float) -> None:
+    def end_validation(self, completions: Any) -> None:
+        """Observe nothing."""
+
+    def begin_rollout(self, rollout: Any) -> None:
+        """Observe nothing."""
+
+    def end_rollout(self, completions: Any) -> None:
         """Observe nothing."""
 
 

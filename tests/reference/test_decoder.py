@@ -46,7 +46,7 @@ def test_right_responses_have_no_findings():
     verdict = trace.judge(RESPONSES)
     assert verdict.findings == ()
     assert trace.prompts_read == PROMPTS
-    assert (verdict.compared, verdict.most_probable) == (8, 8)
+    assert verdict.compared == 8
     assert verdict.top_logits == ((5.0,) * 3, (5.0,) * 2, (5.0,) * 3)
     # Row 1, the shortest prompt, is at the first place; it ends after two tokens and the last row, 0, takes its place.
     assert verdict.moved == {0: 3}
@@ -105,13 +105,12 @@ def test_masked_tokens_on_the_left_are_no_part_of_a_prompt():
     assert trace.judge([[END], [END]]).findings == ()
 
 
-def drawn(temperature=0.8, seed=3, allowed=VOCABULARY):
+def drawn(temperature=0.8, seed=3):
     """Trace and responses of a sampler of one token per row, of a batch whose rows 2 to 4 these are."""
     torch.manual_seed(2)
     logits = 1.5 * torch.randn(3, VOCABULARY)
     draws = torch.empty(6, VOCABULARY).exponential_(generator=torch.Generator().manual_seed(seed))
-    shown = logits.masked_fill(logits < logits.topk(allowed).values[:, -1:], -torch.inf)
-    tokens = ((shown / temperature).softmax(-1) / draws[2:5]).argmax(-1).tolist()
+    tokens = ((logits / temperature).softmax(-1) / draws[2:5]).argmax(-1).tolist()
     trace = DecodingTrace(PROMPTS, PAD, Choice(0.8, 3, first_row=2, num_rows=6))
     places = [1, 2, 0]
     ids = torch.tensor([PROMPTS[row] + [PAD] * (3 - len(PROMPTS[row])) for row in places])
@@ -123,11 +122,11 @@ def drawn(temperature=0.8, seed=3, allowed=VOCABULARY):
 
 def test_draws_are_repeated_by_row_of_the_whole_batch():
     trace, responses, noted = drawn()
-    verdict = trace.judge(responses)
+    verdict = trace.judge(responses, noted)
     assert verdict.findings == ()
     assert len(verdict.gaps) == 3
     assert max(verdict.gaps) < 0.5
-    assert trace.noted_problem(noted, responses) is None
+    assert verdict.noted is None
 
 
 @pytest.mark.parametrize(
@@ -147,4 +146,4 @@ def test_other_draws_are_named(changes, cause):
 
 def test_log_probabilities_of_other_logits_are_named():
     trace, responses, noted = drawn()
-    assert "it drew from other (rounded?) logits" in trace.noted_problem([[one + 0.01] for [one] in noted], responses)
+    assert "it drew from other (rounded?) logits" in trace.judge(responses, [[one + 0.01] for [one] in noted]).noted

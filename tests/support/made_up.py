@@ -78,13 +78,8 @@ def facts_of(rows: pl.DataFrame) -> EvaluationFacts:
     """Facts that agree with these rows."""
     keys = rows.select("noise_level", "noise_seed").unique(maintain_order=True)
     return EvaluationFacts(
-        dtype="float32",
-        attention="eager",
-        temperature=None,
-        max_response_tokens=40,
         end_token=1,
         stop_text=None,
-        weights="",
         prompts="".join(f"{derive_seed(0, name):016x}" for name in sorted(rows["question_id"].unique())),
         passes=tuple(
             PassFacts(
@@ -92,9 +87,6 @@ def facts_of(rows: pl.DataFrame) -> EvaluationFacts:
                 noise_seed=seed,
                 first_logits=(f"{level}{seed}",),
                 rows="".join(row_digests(rows.filter(noise_level=level, noise_seed=seed))),
-                tokens_read=10,
-                most_probable=10,
-                draws_checked=0,
                 rows_again=0 if level else 3,
                 largest_difference=0.0,
             )

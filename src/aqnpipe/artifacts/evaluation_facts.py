@@ -33,9 +33,6 @@ class PassFacts(Artifact):
     noise_seed: int = Field(ge=0)
     first_logits: tuple[str, ...]
     rows: str
-    tokens_read: int = Field(ge=0, description="response tokens whose choice was checked")
-    most_probable: int = Field(ge=0, description="of those, tokens that were the most probable one")
-    draws_checked: int = Field(ge=0, description="batches whose tokens were sampled again")
     rows_again: int = Field(ge=0, description="rows computed again in one forward, without noise")
     largest_difference: float = Field(ge=0, description="of a logit computed again; 1 is what rounding may cause")
 
@@ -73,40 +70,18 @@ class EvaluationFacts(Artifact):
     in words; empty for transformers.
     """
 
-    dtype: str
-    attention: str
-    temperature: float | None
-    max_response_tokens: int
     end_token: int
     stop_text: str | None
-    weights: str
     prompts: str
     passes: tuple[PassFacts, ...]
     shards: int = Field(default=1, ge=1)
     unchecked: tuple[str, ...] = ()
 
-    def problems(self) -> list[str]:
-        """Return what the facts say against each other."""
-        return [*self._noise_problems(), *self._repetition_problems()]
-
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
-        """Return where the facts differ from the settings of an evaluation, `EvaluationSpec` as plain data."""
-        evaluation, prompt = config["evaluation"], config["prompt"]
-        sampling = evaluation.get("sampling")
-        requested = {
-            "temperature": sampling["temperature"] if sampling else None,
-            "max_response_tokens": evaluation["max_response_tokens"],
-            "stop_text": "Question:" if prompt.get("layout") == "question_answer" else None,
-            "shards": config.get("generation", {}).get("tensor_parallel", 1),
-        }
-        if not self.unchecked:
-            requested |= {"dtype": config["dtype"], "attention": config["attention"]}
-        found = self.model_dump()
-        return [
-            f"used {name} {found[name]!r}, the study requests {value!r}"
-            for name, value in requested.items()
-            if found[name] != value
-        ]
+    def shard_problems(self, config: Mapping[str, Any]) -> list[str]:
+        """Return a number of shards that an evaluation with these settings, `EvaluationSpec` as plain data, has not."""
+        requested = config.get("generation", {}).get("tensor_parallel", 1)
+        used = f"used shards {self.shards}, the study requests {requested}"
+        return [used] if self.shards != requested else []
 
     def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
         """Yield the passes whose rows in the table are not the responses that the facts are about."""
@@ -120,8 +95,8 @@ class EvaluationFacts(Artifact):
         for facts in self.passes:
             yield from facts.response_problems(of_passes[facts.noise_level, facts.noise_seed])
 
-    def _noise_problems(self) -> Iterator[str]:
-        """Two passes that differ in noise have other logits in every batch, unless they share the noise."""
+    def problems(self) -> Iterator[str]:
+        """Yield passes that share their noise: two that differ in noise have other logits in every batch."""
         for first, second in combinations(self.passes, 2):
             same = sum(one == other for one, other in zip(first.first_logits, second.first_logits, strict=False))
             if not same:
@@ -136,11 +111,6 @@ class EvaluationFacts(Artifact):
                     f"noise levels {first.noise_level:g} and {second.noise_level:g} gave the same logits in {same} of "
                     f"{len(first.first_logits)} batches: one of the evaluations did not run under its noise"
                 )
-
-    def _repetition_problems(self) -> Iterator[str]:
-        for first, second in combinations(self.passes, 2):
-            if (first.noise_level, first.noise_seed) == (second.noise_level, second.noise_seed):
-                yield f"{first.name}: its facts occur twice"
 
 
 def row_digests(rows: pl.DataFrame) -> list[str]:

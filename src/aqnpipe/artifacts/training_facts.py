@@ -4,7 +4,7 @@
 the comparison of a study judges the facts of every run again.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from pydantic import Field
 
@@ -21,9 +21,8 @@ REFERENCE = "weights of the reference model"
 INITIAL = "weights before training"
 EXPERTS = "experts noted in rollouts"
 REPLAYED = "experts replayed in the policy"
-
-_LEARNING_RATE_ERROR = 1e-9
-"""Relative error of a learning rate: both sides compute it in float64."""
+SETTINGS = "settings of trainer, optimiser and adapters"
+RATES = "learning rates"
 
 
 class DistanceGrowth(Artifact):
@@ -55,11 +54,7 @@ class Recomputed(Artifact):
     worst: float
 
 
-class ConstantRate(Artifact):
-    """A learning rate and the number of consecutive optimiser steps that used it."""
-
-    learning_rate: float
-    steps: int
+_NONE = Recomputed(compared=0, worst=0.0)
 
 
 class TrainingFacts(Artifact):
@@ -69,17 +64,10 @@ class TrainingFacts(Artifact):
     steps: int = Field(description="updates that the optimiser made")
     audited_steps: tuple[int, ...] = Field(description="steps whose numbers were recomputed")
     verified_steps: tuple[int, ...] = Field(default=(), description="steps of which a micro-batch was computed twice")
-    arguments: dict[str, str | int | float | bool | None] = Field(description="settings that the trainer held")
-    optimizer: dict[str, str | float] = Field(description="kind and settings of the optimiser")
-    learning_rates: tuple[ConstantRate, ...] = Field(description="learning rates that the optimiser used, in order")
-    parameters: int = Field(description="tensors that were trained")
-    adapters: dict[str, int | float] = Field(default_factory=dict, description="rank and scale of low-rank adapters")
-    rollouts: int
     completions: int
     correct: tuple[int, ...] = Field(
         description="completions of each rollout whose reward, graded again from the texts, is above 0"
     )
-    prompts_sha256: tuple[str, ...] = Field(description="digest of the order of the questions, by worker")
     validated: dict[int, int] = Field(description="correct answers of each validation, graded again, by step")
     checkpoints: dict[int, dict[str, str]] = Field(
         description="SHA-256 of the weights files that were equal to the weights in memory, by step"
@@ -108,46 +96,6 @@ def _has_ratios(spec: TrainingSpec, step: int) -> bool:
     return any(expected_learning_rate(spec, earlier) > 0 for earlier in range(step - updates, step))
 
 
-def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:
-    """Return the settings of TRL's trainer that `spec` asks for, by the names of TRL's arguments."""
-    training = spec.training
-    correction = spec.arm.importance_sampling
-    sequences = training.sequences_per_step // training.num_workers
-    rows = training.micro_batch_size or sequences
-    return {
-        "max_steps": spec.num_steps,
-        "learning_rate": training.learning_rate,
-        "lr_scheduler_type": {"constant": "constant_with_warmup", "linear": "linear"}[training.learning_rate_schedule],
-        "warmup_steps": training.warmup_steps,
-        "weight_decay": training.weight_decay,
-        "adam_beta1": training.adam_beta1,
-        "adam_beta2": training.adam_beta2,
-        "max_grad_norm": training.max_grad_norm,
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": sequences // rows,
-        "steps_per_generation": sequences // rows * training.steps_per_rollout,
-        "num_generations": training.rollouts_per_prompt,
-        "num_iterations": 1,
-        "max_completion_length": training.max_response_tokens,
-        "temperature": training.temperature,
-        "beta": training.kl_coefficient,
-        "epsilon": training.clip_ratio,
-        # Where the study sets none, the audit expects TRL's default, which is none.
-        **({} if training.clip_ratio_c is None else {"delta": training.clip_ratio_c}),
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "importance_sampling_level": "token",
-        "use_bias_correction_kl": False,
-        "router_aux_loss_coef": 0.0,
-        "mask_truncated_completions": False,
-        "shuffle_dataset": True,
-        "vllm_importance_sampling_correction": correction is not None,
-        "seed": spec.random_seed,
-        "bf16": spec.training.lora is None and spec.dtype not in ("float16", training.weights_dtype),
-        "gradient_checkpointing": training.gradient_checkpointing,
-    }
-
-
 def expected_learning_rate(spec: TrainingSpec, step: int) -> float:
     """Return the learning rate of optimiser step `step`, counted from 1: the schedule after `step - 1` steps."""
     training, done = spec.training, step - 1
@@ -159,46 +107,12 @@ def expected_learning_rate(spec: TrainingSpec, step: int) -> float:
     return training.learning_rate * max(0.0, left / whole)
 
 
-def learning_rate_problem(spec: TrainingSpec, step: int, found: float) -> str | None:
-    """Return the difference between the learning rate of a step and the study's schedule; None if there is none."""
-    expected = expected_learning_rate(spec, step)
-    if abs(found - expected) <= _LEARNING_RATE_ERROR * max(abs(found), abs(expected)):
-        return None
-    return f"learning rate {found:.6g} at step {step}, the study's schedule gives {expected:.6g}"
-
-
-def setting_problems(found: Mapping[str, object], spec: TrainingSpec) -> list[str]:
-    """Return the settings that the trainer held and the study does not ask for."""
-    return [
-        f"the trainer's {name} is {found.get(name)!r}, the study asks for {expected!r}"
-        for name, expected in expected_settings(spec).items()
-        if found.get(name) != expected
-    ]
-
-
-def optimizer_problems(found: Mapping[str, str | float], spec: TrainingSpec) -> list[str]:
-    """Return the settings of the optimiser that are not the study's."""
-    training = spec.training
-    expected: dict[str, str | float] = {
-        "kind": "AdamW",
-        "beta1": training.adam_beta1,
-        "beta2": training.adam_beta2,
-        "weight_decay": training.weight_decay,
-        "epsilon": 1e-8,
-    }
-    return [
-        f"the optimiser's {name} is {found.get(name)!r}, the study asks for {value!r}"
-        for name, value in expected.items()
-        if found.get(name) != value
-    ]
-
-
 def fact_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str]:
     """Return what a complete run used that `spec` does not ask for; an empty list if the facts are those of the study.
 
     The first problem is the cause where one difference shows in several facts.
     """
-    return [*facts.problems, *partial_problems(facts, spec), *_completeness_problems(facts, spec)]
+    return [*facts.problems, *_recomputation_problems(facts.recomputed), *_completeness_problems(facts, spec)]
 
 
 def recorded_fact_problems(
@@ -218,34 +132,6 @@ def recorded_fact_problems(
     return problems
 
 
-def partial_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str]:
-    """Return the problems of a run so far, as `fact_problems` for a run that has not ended."""
-    return [
-        *setting_problems(facts.arguments, spec),
-        *optimizer_problems(facts.optimizer, spec),
-        *_rate_problems(facts.learning_rates, spec),
-        *adapter_problems(facts.adapters, spec),
-        *_recomputation_problems(facts.recomputed),
-    ]
-
-
-def _rate_problems(rates: Iterable[ConstantRate], spec: TrainingSpec) -> list[str]:
-    step = 0
-    for rate in rates:
-        for step in range(step + 1, step + 1 + rate.steps):  # noqa: B020 - continues behind the last rate
-            problem = learning_rate_problem(spec, step, rate.learning_rate)
-            if problem is not None:
-                return [problem]
-    return []
-
-
-def adapter_problems(found: Mapping[str, int | float], spec: TrainingSpec) -> list[str]:
-    """Return the difference between low-rank adapters in memory and those of the study."""
-    lora = spec.training.lora
-    expected = {"rank": lora.rank, "scale": lora.alpha / lora.rank} if lora else {}
-    return [] if found == expected else [f"low-rank adapters {dict(found)}, the study asks for {expected}"]
-
-
 def _recomputation_problems(recomputed: Mapping[str, Recomputed]) -> list[str]:
     return [
         f"{name}: differs from its recomputation by {entry.worst:.3g} of what rounding allows"
@@ -259,9 +145,8 @@ def _completeness_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str
     rollouts = -(-spec.num_steps // training.steps_per_rollout)
     counts = {
         "optimiser updates": (facts.steps, spec.num_steps),
-        "learning rates": (sum(rate.steps for rate in facts.learning_rates), spec.num_steps),
-        "rollouts": (facts.rollouts, rollouts),
-        "graded rollouts": (len(facts.correct), rollouts),
+        "learning rates": (facts.recomputed.get(RATES, _NONE).compared, spec.num_steps),
+        "rollouts": (len(facts.correct), rollouts),
         "completions": (facts.completions, rollouts * training.steps_per_rollout * training.sequences_per_step),
         "workers": (facts.num_workers, training.num_workers),
         "checkpoints compared with memory": (
@@ -285,7 +170,8 @@ def _completeness_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str
 
 def required_recomputations(spec: TrainingSpec) -> tuple[str, ...]:
     """Return the recomputations that every complete run of `spec` contains."""
-    names: tuple[str, ...] = (DRAWS, LOSS_GRADIENT, STEP_GRADIENT, CLIPPING, CONTINUITY, VALIDATION_DRAWS, INITIAL)
+    names: tuple[str, ...] = (DRAWS, LOSS_GRADIENT, STEP_GRADIENT, CLIPPING, CONTINUITY, VALIDATION_DRAWS)
+    names += (INITIAL, SETTINGS, RATES)
     names += (EXPERTS, REPLAYED) if spec.arm.routing_replay else ()
     return (*names, REFERENCE) if spec.training.kl_coefficient > 0 else names
 

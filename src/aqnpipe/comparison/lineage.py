@@ -251,7 +251,7 @@ class _Lineage:
 
 def _receipt_problems(receipts: EvaluationReceipts, requested: Mapping[str, object]) -> Iterator[str]:
     """Yield where the receipts of an evaluation are not about what its settings request."""
-    yield from receipts.facts.differences(requested)
+    yield from receipts.facts.shard_problems(requested)
     spec = EvaluationSpec.model_validate(requested)
     for evaluated in receipts.passes:
         yield from evaluated.differences(spec.evaluation.noise_at(evaluated.noise_level, spec.attention))

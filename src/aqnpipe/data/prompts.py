@@ -1,12 +1,15 @@
 """Prompts: the format of questions, the same in training, evaluation and diagnosis."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from aqnpipe.artifacts.files import read_table
+from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import PromptFormat
-from aqnpipe.data.examples import Example, examples_for
+from aqnpipe.data.examples import Example, choose_examples, examples_for
 from aqnpipe.errors import DataError, ModelError, first_line
 
 if TYPE_CHECKING:
@@ -73,6 +76,24 @@ def prompt_token_ids(
     """Return the token ids of the prompt of every question."""
     prompts = [format_prompt(question, prompt_format, tokenizer, examples) for question in questions]
     return tokenize_prompts(prompts, prompt_format, tokenizer)
+
+
+class Questions(NamedTuple):
+    """Questions in the order of their table: ids, prompts (token ids) and gold answers."""
+
+    ids: list[str]
+    prompts: list[list[int]]
+    golds: list[str]
+
+
+def read_questions(
+    table: Path, prompt_format: PromptFormat, tokenizer: Any, train_problems: Path | None, limit: int | None = None
+) -> Questions:
+    """Return the first `limit` questions (None: all) of a file; examples are from `train_problems`."""
+    problems = read_table(table, ProblemTable)[:limit]
+    examples = choose_examples(prompt_format, train_problems)
+    prompts = prompt_token_ids(problems["question"], prompt_format, tokenizer, examples)
+    return Questions(problems["question_id"].to_list(), prompts, problems["gold_answer"].to_list())
 
 
 def end_of_response(text: str, stop_text: str | None) -> str:

@@ -17,8 +17,7 @@ from pydantic import ConfigDict, TypeAdapter
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, WorkerError
-from aqnpipe.evaluation.audit.facts import BatchFacts
-from aqnpipe.evaluation.audit.recording import BatchPlace, observed
+from aqnpipe.evaluation.audit.recording import BatchFacts, BatchPlace, observed
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.backend_choice import open_generator
 from aqnpipe.generation.noisy_passes import NoisyGenerator, PassMeasurements, PassNoise, pass_receipt

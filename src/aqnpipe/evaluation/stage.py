@@ -30,9 +30,8 @@ from aqnpipe.data.harness_task import HarnessTask, question_id, task_manager
 from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids, refuse_unusable_template
 from aqnpipe.device import refuse_other_numbers, resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
-from aqnpipe.evaluation.audit.expectation import Expectation
 from aqnpipe.evaluation.audit.judgement import Judge
-from aqnpipe.evaluation.audit.weights import combined, differing_weight, digests_in_memory
+from aqnpipe.evaluation.audit.weights import differing_weight, digests_in_memory
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, local_shard_runner, noise_of, shards_of
 from aqnpipe.generation.backend import Completion
 from aqnpipe.models.loading import file_digests, load_model, load_tokenizer, refuse_removed
@@ -85,12 +84,11 @@ def evaluate(
     prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples)
     check_context(prompts, config.max_response_tokens, read_model_config(model_dir), tokenizer.pad_token_id)
     shards = shards_of(spec, prompts)
-    expected = Expectation.of(spec, model_dir, test_problems, train_problems)
     tables, passes, graders = [], [], graders_of(config.primary_scorer, config.scorer_sha256)
     max_tokens = max(map(len, prompts)) + config.max_response_tokens
     with open_runner(spec, model_dir, max_tokens) as runner:
         described = runner.description
-        judge = Judge(expected, model_dir, str(described["backend"]), int(described.get("workers", 1)))
+        judge = Judge(spec, model_dir, test_problems, train_problems, described)
         for result in assembled_passes(spec, shards, runner.run(shards)):
             level, noise_seed = result.noise_level, result.noise_seed
             passes.append(EvaluationPass(noise_level=level, noise_seed=noise_seed, receipt=result.receipt.check()))
@@ -293,9 +291,6 @@ class _TaskRun:
             noise_seed=noise_seed,
             first_logits=self._log_likelihoods(rows),
             rows="".join(row_digests(rows)),
-            tokens_read=0,
-            most_probable=0,
-            draws_checked=0,
             rows_again=0,
             largest_difference=0.0,
         )
@@ -303,13 +298,8 @@ class _TaskRun:
     def all_facts(self, prompts: str, passes: tuple[PassFacts, ...]) -> EvaluationFacts:
         """Return the facts of the evaluation."""
         return EvaluationFacts(
-            dtype=self._spec.dtype,
-            attention=self._spec.attention,
-            temperature=None,
-            max_response_tokens=self._spec.evaluation.max_response_tokens,
             end_token=int(self._tokenizer.eos_token_id),
             stop_text=None,
-            weights=combined(self._weights),
             prompts=prompts,
             passes=passes,
             unchecked=_UNOBSERVED,

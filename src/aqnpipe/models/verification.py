@@ -3,12 +3,11 @@
 transformers renames some weights when it loads them, and fuses others: the experts of a layer are many matrices in the
 files and one tensor in memory. What compares a model with its files undoes this, as `save_pretrained` does."""
 
-from collections.abc import Collection, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -19,7 +18,10 @@ from aqnpipe.models.adapters import refuse_other_adapters
 from aqnpipe.models.layout import layer_of
 from aqnpipe.models.loading import stored_weights
 from aqnpipe.models.probe import refuse_other_outputs
-from aqnpipe.models.shares import whole
+from aqnpipe.models.shares import is_sharded, whole
+
+_NAMES = ((".base_layer.", "."), (".lora_A.default.", ".lora_A."), (".lora_B.default.", ".lora_B."))
+"""Names of the weights of a module with adapters: in memory, and in files."""
 
 
 def refuse_other_weights(model: PreTrainedModel, folder: Path, dtype: Dtype) -> None:
@@ -37,40 +39,50 @@ def refuse_other_weights(model: PreTrainedModel, folder: Path, dtype: Dtype) -> 
 
 
 def _compare_weights(model: PreTrainedModel, folder: Path, dtype: Dtype) -> None:
-    # A module with an adapter has its own weights in `base_layer`.
-    own = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
     wanted, compared = getattr(torch, dtype), 0
     kept_in_float32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     mixed = any(getattr(model, name, None) for name in kept_in_float32)
-    with stored_weights(folder) as files:
-        renamed = as_stored(model, own, files.keys())
-        for name, mine in chain(((name, own[name]) for name in files if name in own), renamed):
-            compared += 1
-            if mine.dtype != wanted and not mixed:
-                raise ModelError(f"model {str(folder)!r}: {name} is in {mine.dtype}, requested {wanted}")
-            stored = files[name].get_tensor(name).to(mine)
-            if not torch.equal(mine, stored):
-                # NaN is not equal to itself.
-                what = "in memory is not the weight of this checkpoint"
-                if stored.isnan().any():
-                    what = "has NaN in its file, expected numbers"
-                raise ModelError(f"model {str(folder)!r}: {name} {what}")
+    for name, mine, in_file in weights_and_files(model, folder):
+        compared += 1
+        if mine.dtype != wanted and not mixed:
+            raise ModelError(f"model {str(folder)!r}: {name} is in {mine.dtype}, requested {wanted}")
+        stored = in_file.to(mine)
+        if not torch.equal(mine, stored):
+            # NaN is not equal to itself.
+            what = "in memory is not the weight of this checkpoint"
+            if stored.isnan().any():
+                what = "has NaN in its file, expected numbers"
+            raise ModelError(f"model {str(folder)!r}: {name} {what}")
     if not compared:
         raise ModelError(f"model {str(folder)!r}: none of its weights is in memory under its name")
 
 
-def as_stored(
-    model: PreTrainedModel, weights: Mapping[str, Tensor], names: Collection[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `names`, those in the files, have of `weights` by another name, with that name.
+def weights_and_files(model: nn.Module, folder: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, weight in memory and tensor in the files of `folder`, for every weight that both have.
 
-    `weights`: of `model`, by their names in memory without adapters. One decoder layer is converted at a time. Shares
-    of a divided model are gathered, a collective operation.
+    A weight that the loader renamed or fused is compared by its names in the files, one decoder layer at a time. Those
+    of a divided model are this worker's shares, renamed ones are gathered: a collective operation, in the same order on
+    every worker.
     """
+    # The state dict of a sharded model would free gathered weights.
+    held = [*model.named_parameters(), *model.named_buffers()] if is_sharded(model) else model.state_dict().items()
+    own = {name_in_files(name): weight.detach() for name, weight in held}
     parts: dict[int | None, dict[str, Tensor]] = {}
-    for name, weight in weights.items():
-        if name not in names:
-            parts.setdefault(layer_of(name), {})[name] = weight
-    for part in parts.values():
-        converted = revert_weight_conversion(model, {name: whole(weight) for name, weight in part.items()})
-        yield from ((name, tensor) for name, tensor in converted.items() if name in names and name not in weights)
+    with stored_weights(folder) as files:
+        for name in (name for name in files if name in own):
+            yield name, own[name], files[name].get_tensor(name)
+        renamed = files.keys() - own.keys()
+        for name in own if renamed else ():
+            if name not in files:
+                parts.setdefault(layer_of(name), {})[name] = own[name]
+        for part in parts.values():
+            converted = revert_weight_conversion(model, {name: whole(weight) for name, weight in part.items()})
+            for name in (name for name in converted if name in renamed):
+                yield name, converted[name], files[name].get_tensor(name)
+
+
+def name_in_files(name: str) -> str:
+    """Return the name in files of a weight that a model with adapters has in memory as `name`."""
+    for in_memory, in_files in _NAMES:
+        name = name.replace(in_memory, in_files)
+    return name

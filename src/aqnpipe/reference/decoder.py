@@ -7,9 +7,9 @@ decoding chooses the most probable token. A draw of row r for token n chooses ar
 the n-th matrix of exponential variates of the keyed generator; it is repeated for the rows whose logits are kept.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -55,17 +55,19 @@ class Choice:
 class Verdict:
     """What came of comparing responses with a trace.
 
-    compared, most_probable: tokens whose choice was checked, and those of them that are the most probable ones. gaps:
-    distance of each drawn token to the best one, in units of what rounding explains. top_logits: of each row, the
-    largest logit that each of its tokens was chosen from. moved: by row, the token before which it first changed place.
+    compared: tokens whose choice was checked. gaps: distance of each drawn token to the best one, in units of what
+    rounding explains. noted: where log-probabilities that the sampler noted are not those of the kept logits.
+    top_logits: of each row, the largest logit that each of its tokens was chosen from. moved: by row, the token before
+    which it first changed place. experts: by row, those that ran [tokens, slots].
     """
 
     findings: tuple[Finding, ...]
-    compared: int
-    most_probable: int
-    gaps: tuple[float, ...]
-    top_logits: tuple[tuple[float, ...], ...]
-    moved: Mapping[int, int]
+    compared: int = 0
+    gaps: tuple[float, ...] = ()
+    noted: str | None = None
+    top_logits: tuple[tuple[float, ...], ...] = ()
+    moved: Mapping[int, int] = field(default_factory=dict)
+    experts: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class DecodingTrace:
@@ -158,8 +160,11 @@ class DecodingTrace:
         left = sorted(set(range(max(len(self._read), len(self.prompts)))).difference(order))
         return [left.pop(0) if number < 0 else number for number in order]
 
-    def judge(self, responses: Sequence[Sequence[int]]) -> Verdict:
-        """Compare the responses with the tokens that were read, and with those that the logits choose."""
+    def judge(self, responses: Sequence[Sequence[int]], noted: Sequence[Sequence[float]] = ()) -> Verdict:
+        """Compare the responses with the tokens that were read, and with those that the logits choose.
+
+        `noted`: by row, the log-probabilities that the sampler noted, or nothing.
+        """
         findings = list(self.problems)
         if not len(self._read) == len(self.prompts) == len(responses):
             read = f"the model read {len(self._read)} of {len(self.prompts)} prompts, {len(responses)} have a response"
@@ -167,9 +172,9 @@ class DecodingTrace:
         elif not all(responses):
             findings.append((None, "a response has no tokens"))
         if findings:
-            return Verdict(tuple(findings), 0, 0, (), (), {})
+            return Verdict(tuple(findings))
         rows_of, misread = self._followed(responses)
-        wrong, top_logits, most_probable = self._compared(rows_of, responses)
+        wrong, top_logits = self._compared(rows_of, responses)
         gaps: list[float] = []
         if self._choice.temperature is not None:
             gaps, wrong = self._repeated_draws(rows_of, responses)
@@ -179,7 +184,13 @@ class DecodingTrace:
                 if before[place] != row:
                     moved.setdefault(row, step + 1)
         return Verdict(
-            (*misread, *wrong), sum(map(len, rows_of)), most_probable, tuple(gaps), tuple(map(tuple, top_logits)), moved
+            findings=(*misread, *wrong),
+            compared=sum(map(len, rows_of)),
+            gaps=tuple(gaps),
+            noted=self._noted_problem(rows_of, noted, responses),
+            top_logits=tuple(map(tuple, top_logits)),
+            moved=moved,
+            experts=self._experts(rows_of),
         )
 
     def _followed(self, responses: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[Finding]]:
@@ -198,20 +209,18 @@ class DecodingTrace:
 
     def _compared(
         self, rows_of: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
-    ) -> tuple[list[Finding], list[list[float]], int]:
-        """Return the first token of each row that is not the most probable one, top logits by row, and a count."""
+    ) -> tuple[list[Finding], list[list[float]]]:
+        """Return the first token of each row that is not the most probable one, and top logits by row."""
         first = [torch.cat(parts) for parts in zip(*self._first, strict=True)]
         tops = [first, *([top, logit] for _, top, logit in self._steps)]
         wrong: dict[int, str] = {}
         top_logits: list[list[float]] = [[] for _ in responses]
-        count = 0
         for step, (rows, (top, logit)) in enumerate(zip(rows_of, tops, strict=False)):
             for row, token, value in zip(rows, top.tolist(), logit.tolist(), strict=True):
                 top_logits[row].append(value)
-                count += responses[row][step] == token
                 if responses[row][step] != token:
                     wrong.setdefault(row, self._not_the_top(responses[row], step, token))
-        return [(row, wrong[row]) for row in sorted(wrong)], top_logits, count
+        return [(row, wrong[row]) for row in sorted(wrong)], top_logits
 
     def _not_the_top(self, response: Sequence[int], step: int, top: int) -> str:
         if step + 1 == len(response):
@@ -228,7 +237,7 @@ class DecodingTrace:
         for draw, gap in zip(draws, gaps, strict=True):
             if gap > 1:
                 wrong.setdefault(draw.row, draw.step)
-        cause = cause_of(draws, self._choice.temperature or 1.0) if wrong else ""
+        cause = cause_of(draws) if wrong else ""
         temperature = f"the study samples at temperature {self._choice.temperature:g}, keyed by this batch"
         return gaps, [(row, f"token {step + 1} is {cause}; {temperature}") for row, step in sorted(wrong.items())]
 
@@ -247,28 +256,56 @@ class DecodingTrace:
                 found.append(Draw(row, step, responses[row][step], logits.double(), draws, choice.temperature or 1.0))
         return sorted(found, key=lambda draw: (draw.step, draw.row))
 
-    def experts(self, responses: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+    def _experts(self, rows_of: Sequence[Sequence[int]]) -> dict[int, Tensor]:
         """Return by row the experts [tokens, slots] of the prompt, and of the response but its last token."""
-        rows_of = self._followed(responses)[0]
         found = {row: [prompt] for row, prompt in zip(rows_of[0], self._experts_of_prompts, strict=False)}
         for rows, of_step in zip(rows_of[1:], self._experts_of_steps, strict=False):
             for row, of_row in zip(rows, of_step, strict=True):
                 found[row].append(of_row)
         return {row: torch.cat(parts) for row, parts in found.items()}
 
-    def noted_problem(self, noted: Sequence[Sequence[float]], responses: Sequence[Sequence[int]]) -> str | None:
-        """Return where log-probabilities that the sampler noted are not those of the kept logits; None if nowhere."""
-        temperature, rows_of = self._choice.temperature or 1.0, self._followed(responses)[0]
-        for (step, place), logits in self._kept.items():
+    def _noted_problem(
+        self, rows_of: Sequence[Sequence[int]], noted: Sequence[Sequence[float]], responses: Sequence[Sequence[int]]
+    ) -> str | None:
+        for (step, place), logits in self._kept.items() if any(noted) else ():
             if step >= len(rows_of) or not noted[row := rows_of[step][place]] or not logits.isfinite().all():
                 continue
-            expected = float((logits.double() / temperature).log_softmax(-1)[responses[row][step]])
+            probabilities = (logits.double() / (self._choice.temperature or 1.0)).log_softmax(-1)
+            expected = float(probabilities[responses[row][step]])
             if abs(noted[row][step] - expected) > _NOTED_ERROR:
                 return (
                     f"the sampler noted a log-probability of {noted[row][step]:.6g}, the network's logits give "
                     f"{expected:.6g}: it drew from other (rounded?) logits"
                 )
         return None
+
+
+def end_problem(
+    tokens: Sequence[int],
+    limit: int,
+    end_token: int,
+    stop_text: str | None = None,
+    text_of: Callable[[Sequence[int]], str] = str,
+    reason: str | None = None,
+) -> str | None:
+    """Return how a response ends too early, too late or for another `reason` than "stop" or "length"; None if right.
+
+    `text_of` gives the text of tokens, in which `stop_text` ends a response.
+    """
+    if not tokens:
+        return "the response has no tokens"
+    if len(tokens) > limit:
+        return f"the response has {len(tokens)} tokens, the study allows {limit}"
+    if end_token in tokens[:-1]:
+        return "the response goes on behind the end token"
+    has_text = stop_text is not None and stop_text in text_of(tokens)
+    if has_text and str(stop_text) in text_of(tokens[:-1]):
+        return f"the response goes on behind the stop text {stop_text!r}"
+    has_ended = tokens[-1] == end_token or has_text
+    if not has_ended and len(tokens) < limit:
+        return f"the response was cut after {len(tokens)} of {limit} tokens, without an end token or stop text"
+    expected = "stop" if has_ended else "length"
+    return None if reason in (None, expected) else f"the response ended by {expected}, not by {reason}"
 
 
 def _misread(

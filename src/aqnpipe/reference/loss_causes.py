@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +60,7 @@ def cause_of(seen: Observed, training: TrainingConfig) -> str:
             if abs(factor + 1) < 1e-3:
                 return "the sign of the advantages or of the loss is flipped"
             return f"the {name} is scaled by {factor:.4g} (another denominator?)"
-    return _by_row(seen, training)
+    return _by_completion(seen, training)
 
 
 def _share(of: Tensor, part: Tensor) -> float:
@@ -104,54 +104,30 @@ _OTHER_KL: dict[str, KL] = {
 }
 
 
-def _by_row(seen: Observed, training: TrainingConfig) -> str:
-    """Return the cause where each completion has a factor of its own; see `cause_of`."""
-    tokens, beta = seen.tokens, training.kl_coefficient
+def _by_completion(seen: Observed, training: TrainingConfig) -> str:
+    """Return the cause where each completion, or each token, has a factor of its own; see `cause_of`."""
+    tokens, kl = seen.tokens, training.kl_coefficient * kl_slopes(seen.tokens, training)
+    averaged = slopes(tokens, training) / tokens.row_tokens
+    if seen.explained_by(_share(seen.slopes, averaged) * averaged):
+        return "every completion has the same weight: the loss is averaged per completion, not over tokens"
     # Which ratios are clipped depends on the sign.
     sign = torch.where(tokens.advantage < 0, -1.0, 1.0)
     unit = policy_slopes(tokens.with_advantage(sign), training) * sign
-    implied = (seen.slopes - beta * kl_slopes(tokens, training)) / unit
-    whole = slopes(tokens, training)
-    counts = (whole.abs() > 100 * seen.allowed) & (tokens.row_tokens > 0)
-    weights = {row: float((seen.slopes / whole * tokens.row_tokens)[own].mean()) for row, own in _rows(tokens, counts)}
-    lengths = {float(tokens.row_tokens[own][0]) for _, own in _rows(tokens, counts)}
-    if len(lengths) > 1 and _spread(weights.values()) < 0.01 * max(map(abs, weights.values())):
-        return "every completion has the same weight: the loss is averaged per completion, not over tokens"
-    factors = {row: implied[own].tolist() for row, own in _rows(tokens, unit != 0)}
-    expected = {row: float(tokens.advantage[own][0]) for row, own in _rows(tokens, unit != 0)}
-    differing = {row for row, values in factors.items() if _spread(values) > 1e-3 * (1 + max(map(abs, values)))}
-    if differing:
-        return _of_tokens(expected, differing, beta > 0)
-    return _of_advantages({row: math.fsum(values) / len(values) for row, values in factors.items()}, expected)
-
-
-def _rows(tokens: Tokens, counts: Tensor) -> Iterator[tuple[float, Tensor]]:
-    """Yield every completion with a place that counts, and which places these are."""
-    for row in tokens.row[counts].unique().tolist():
-        yield row, counts & (tokens.row == row)
-
-
-def _spread(values: Collection[float]) -> float:
-    return max(values) - min(values)
-
-
-def _of_tokens(advantage: Mapping[float, float], differing: Collection[float], has_kl: bool) -> str:
-    """Return the cause where tokens of the same completion need different factors; `differing`: those completions."""
-    if has_kl and any(advantage[row] == 0 for row in differing):
+    rows, place = tokens.row.unique(return_inverse=True)
+    products = torch.zeros(2, len(rows), dtype=unit.dtype)
+    products.index_add_(1, place, torch.stack([(seen.slopes - kl) * unit, unit.square()]))
+    implied = (products[0] / products[1]).nan_to_num()[place]
+    differs = (seen.slopes - kl - implied * unit).abs() > 20 * seen.allowed + 1e-3 * (unit * implied).abs()
+    if not differs.any():
+        other = "the advantages are not those of the rewards graded again from the texts (those of other completions?)"
+        # A ratio changes no sign.
+        return (
+            f"{other}{'' if (implied * tokens.advantage < 0).any() else ', or old log-probabilities of other tokens'}"
+        )
+    if training.kl_coefficient and (differs & (tokens.advantage == 0)).any():
         # No ratio matters where the advantage is 0.
         return "the KL term has log-probabilities of another reference, or of other tokens"
-    another = ", or a KL term with another reference?" if has_kl and all(advantage.values()) else "?"
-    return f"it is not that of the study's loss (old log-probabilities, ratios or masks of other tokens{another})"
-
-
-def _of_advantages(implied: Mapping[float, float], expected: Mapping[float, float]) -> str:
-    """Return the cause where each completion has a factor of its own, `implied` in place of `expected`."""
-    if all(abs(implied[row] - expected[row]) < 0.01 for row in expected):
-        return "the log-probabilities of the KL term's reference, or the ratios, are rounded"
-    if all(abs(a - b) < 0.01 for a, b in zip(sorted(implied.values()), sorted(expected.values()), strict=True)):
-        return "the advantages are those of other completions (shuffled, or of another group)"
-    cause = "the advantages are not those of the rewards graded again from the texts"
-    if all(abs(implied[row]) < 1e-3 if expected[row] == 0 else implied[row] * expected[row] >= 0 for row in expected):
-        # A ratio changes neither a sign nor an advantage of 0.
-        return f"{cause}, or the ratios are to old log-probabilities of other tokens"
-    return cause
+    return (
+        "it is not that of the study's loss: old log-probabilities of other tokens, or the log-probabilities of the KL "
+        "term's reference, or the ratios, are rounded"
+    )

@@ -124,7 +124,7 @@ class ValidationCallback(TrainerCallback):
         golds = self._gold_answers[share]
         correct = sum(self._grade(text, gold).correct for text, gold in zip(texts, golds, strict=True))
         self.accuracy[state.global_step] = sum(gathered(correct)) / len(self._prompts)
-        self._audit.end_validation(completions, self.accuracy[state.global_step])
+        self._audit.end_validation(completions)
 
 
 class ProgressCallback(TrainerCallback):

@@ -31,7 +31,8 @@ from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, TrainingConfig
 from aqnpipe.models.shares import is_share, like_share, local
 from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.receipts.receipt_content import RecorderState
-from aqnpipe.training.audit.auditor import AuditState, TrainingAudit
+from aqnpipe.training.audit.auditor import TrainingAudit
+from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.noise_plan import NoisePlan
 from aqnpipe.training.ranks import gathered, rank_and_size
 from aqnpipe.training.workspace import Workspace
@@ -194,7 +195,7 @@ class RankState(Artifact):
     receipt: str = Field(description="a RecorderState as JSON")
     faults: tuple[ActiveFaultState, ...]
     validation_accuracy: dict[int, float]
-    audit: AuditState
+    audit: Ledger
 
 
 def save_rank_state(
@@ -209,7 +210,7 @@ def save_rank_state(
         receipt=noise.recorder.state().model_dump_json(),
         faults=noise.faults.states(),
         validation_accuracy=dict(validation_accuracy),
-        audit=audit.state(),
+        audit=audit.ledger,
     )
     (folder / _state_name(rank)).write_text(state.model_dump_json(), encoding="utf-8")
 
@@ -219,7 +220,7 @@ def load_rank_state(point: Path, rank: int, noise: NoisePlan, audit: TrainingAud
     state = RankState.model_validate_json((point / _state_name(rank)).read_bytes())
     noise.recorder.restore(RecorderState.model_validate_json(state.receipt))
     noise.faults.restore(state.faults)
-    audit.restore(state.audit)
+    audit.ledger.restore(state.audit)
     return state.validation_accuracy
 
 

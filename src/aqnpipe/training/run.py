@@ -31,7 +31,7 @@ from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.data.scoring import is_correct
 from aqnpipe.device import DeviceKind, local_device_index, refuse_other_numbers, resolve_device, torch_device
 from aqnpipe.errors import ConfigError, NoRewardError, ReceiptError, RunInterruptedError, WorkerError
-from aqnpipe.generation.rollout_engines import RolloutEngine
+from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRolloutEngine
 from aqnpipe.models.layout import is_mixture_of_experts
 from aqnpipe.models.loading import load_tokenizer, weights_sha256
 from aqnpipe.models.sharding import shard_model
@@ -217,13 +217,14 @@ def _build_trainer(
         train_problems=inputs.train_problems,
         test_problems=inputs.test_problems,
         checkpoints=workspace.run / "checkpoints",
+        sees_draws=isinstance(rollouts, TransformersRolloutEngine),
         receipt_steps=_EARLY_RECEIPTS,
     )
     validation = _validation(spec, inputs, tokenizer, plan, audit)
     resume_points = ResumePoints(workspace, spec.training)
     trainer = NoisyGRPOTrainer(
         noise_plan=plan,
-        rollouts=audit.engine(rollouts),
+        rollouts=rollouts,
         prompt_format=spec.prompt,
         model=model,
         reward_funcs=reward_function(spec),

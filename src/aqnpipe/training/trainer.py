@@ -188,7 +188,9 @@ class NoisyGRPOTrainer(GRPOTrainer):
             sigma=plan.sigma(step),
             factors=plan.aqn_factors,
         )
+        self.audit.begin_rollout(rollout)
         completions = self._rollouts.roll_out(self.policy, plan.recorder, rollout)
+        self.audit.end_rollout(completions)
         self._routing.begin(completions)
         self._log_sigma()
         return [answer.token_ids for answer in completions], [answer.log_probabilities or [] for answer in completions]

@@ -100,7 +100,6 @@ def test_a_sliding_window(run, tmp_path, attention):
 )
 def test_number_formats(run, dtype, attention):
     facts = run(builtin_folder("tiny"), dtype=dtype, attention=attention, **FEW)
-    assert facts.dtype == dtype
     assert facts.passes[0].largest_difference < 0.7
 
 
@@ -128,13 +127,17 @@ def test_prompts(run, tmp_path, prompt):
 def test_samples(run):
     facts = run(builtin_folder("tiny"), sampling={"temperature": 1.3, "num_samples": 3}, **FEW)
     clean, *_ = facts.passes
-    assert clean.draws_checked >= 3
-    assert clean.most_probable < clean.tokens_read
+    assert clean.rows_again >= 3
+    assert (
+        clean.rows
+        != run(builtin_folder("tiny"), sampling={"temperature": 1e-4, "num_samples": 3}, **FEW).passes[0].rows
+    )
 
 
 def test_samples_at_a_temperature_near_zero(run):
     facts = run(builtin_folder("tiny"), sampling={"temperature": 1e-4, "num_samples": 2}, noise_levels=(0.0,))
-    assert facts.passes[0].most_probable == facts.passes[0].tokens_read
+    greedy = run(builtin_folder("tiny"), noise_levels=(0.0,)).passes[0].rows
+    assert facts.passes[0].rows.startswith(greedy)
 
 
 def test_a_faulty_machine(run):

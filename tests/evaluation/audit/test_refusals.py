@@ -271,7 +271,7 @@ def test_other_prompts_are_refused(run, tmp_path, monkeypatch, value):
 def test_a_response_behind_the_stop_text_is_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr("aqnpipe.config.dataset.PromptFormat.stop_text", property(lambda self: None))
     # The words of the tiny model: it writes "####" often, "Question:" never.
-    monkeypatch.setattr("aqnpipe.evaluation.audit.expectation.Expectation.stop_text", "#### ")
+    monkeypatch.setattr("aqnpipe.evaluation.audit.judgement.Judge.stop_text", "#### ")
     refused(run, tmp_path, "goes on behind the stop text '#### '")
 
 

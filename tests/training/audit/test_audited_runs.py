@@ -322,11 +322,11 @@ SABOTAGES = {
         HALF,
         "the loss is scaled by",
     ),
-    "another loss scale": (with_attribute(loss_scale=2), HALF, "multiplies the loss by 2, the study asks for 1024"),
+    "another loss scale": (with_attribute(loss_scale=2), HALF, "loss_scale is 2, the study asks for 1024"),
     "a loss scale without float16": (
         with_attribute(loss_scale=2),
         {},
-        "multiplies the loss by 2, the study asks for 1",
+        "loss_scale is 2, the study asks for 1",
     ),
     "bfloat16 in place of float16": (
         around(trainer, "compute_in", lambda o: lambda model, dtype: o(model, torch.bfloat16)),

@@ -8,7 +8,7 @@ from tiny_training import training_spec
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from aqnpipe.training.audit.measure import Errors
+from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.audit.updates import Updates
 
 SEEDS = range(25)
@@ -21,10 +21,10 @@ def problems_of(seed, dtype, limit, mistake=lambda weights: None):
     assert spec.training.accumulation_steps == PASSES
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model, found = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(dtype), []
+        model, found = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(dtype), Ledger()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        updates = Updates(spec, model, Errors(), found.append)
-        updates.attach(optimizer, lambda step: True)
+        updates = Updates(spec, model, found, lambda step: True)
+        updates.attach(optimizer)
         for _ in range(2):
             for _ in range(PASSES):
                 (model(torch.randn(3, 6).to(dtype)).float().square().mean() / PASSES).backward()
@@ -33,7 +33,7 @@ def problems_of(seed, dtype, limit, mistake=lambda weights: None):
             mistake([weight.grad for weight in model.parameters()])
             optimizer.step()
             optimizer.zero_grad()
-    return found
+    return found.problems
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1e3], ids=["clipped", "not clipped"])
@@ -63,12 +63,14 @@ def test_a_gradient_with_another_factor_is_named(dtype, limit, factor, expected)
 
 @pytest.mark.parametrize(("name", "is_named"), [("e_score_correction_bias", False), ("q_bias", True)])
 def test_only_a_bias_that_selects_experts_may_lack_a_gradient(name, is_named):
-    found, model = [], nn.Linear(6, 6)
+    found, model = Ledger(), nn.Linear(6, 6)
     model.register_parameter(name, nn.Parameter(torch.zeros(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    updates = Updates(training_spec(micro_batch_size=8), model, Errors(), found.append)
-    updates.attach(optimizer, lambda step: True)
+    updates = Updates(training_spec(micro_batch_size=8), model, found, lambda step: True)
+    updates.attach(optimizer)
     model(torch.ones(3, 6)).square().mean().backward()
     clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    assert [f"{name} got the gradients of 0 micro-batches" in problem for problem in found] == [True] * is_named
+    assert [f"{name} got the gradients of 0 micro-batches" in problem for problem in found.problems] == [
+        True
+    ] * is_named

@@ -7,7 +7,7 @@ from random_models import random_mixture_of
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.models.adapters import add_adapters
 from aqnpipe.models.loading import load_model
-from aqnpipe.training.audit.measure import Errors
+from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.audit.weights import WeightAudit
 
 MIXTURES = ("mixtral", "granitemoe", "deepseek_v3")
@@ -26,8 +26,8 @@ def change_an_expert(model):
 
 
 def audit_of(model, folder):
-    found = []
-    return WeightAudit(model, folder / "model", 0, Errors(), found.append), found
+    ledger = Ledger()
+    return WeightAudit(model, folder / "model", 0, ledger), ledger.problems
 
 
 def test_an_expert_that_was_changed_before_training_is_named(saved):
@@ -51,10 +51,10 @@ def test_a_checkpoint_has_every_expert_as_it_is_in_memory(saved):
     model, folder = saved
     audit, found = audit_of(model, folder)
     model.save_pretrained(folder / "step1")
-    assert audit.check_checkpoint(model, folder / "step1", 1)
+    assert audit.check_checkpoint(folder / "step1", 1)
     assert found == []
     change_an_expert(model)
-    assert not audit.check_checkpoint(model, folder / "step1", 1)
+    assert not audit.check_checkpoint(folder / "step1", 1)
     assert "in the checkpoint of step 1 is not the weight in memory" in found[0]
 
 
@@ -66,5 +66,5 @@ def test_a_checkpoint_without_some_experts_is_incomplete(saved):
     }
     assert len(kept) < len(model.state_dict())
     model.save_pretrained(folder / "step1", state_dict=kept)
-    assert not audit.check_checkpoint(model, folder / "step1", 1)
+    assert not audit.check_checkpoint(folder / "step1", 1)
     assert "trained values" in found[0]

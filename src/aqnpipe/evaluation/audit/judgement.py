@@ -1,22 +1,24 @@
 """Compares what was observed in a pass with what the study requests, and with the rows that will be stored."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import polars as pl
 
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digest
+from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.graders import columns_of, graders_of, pairs
+from aqnpipe.data.prompts import read_questions
 from aqnpipe.errors import ReceiptError
-from aqnpipe.evaluation.audit.expectation import Expectation
-from aqnpipe.evaluation.audit.facts import BatchFacts, tokens_digest
+from aqnpipe.evaluation.audit.recording import BatchFacts, tokens_digest
 from aqnpipe.evaluation.audit.weights import combined, differing_weight
 from aqnpipe.evaluation.shards import Batch, PassResult
 from aqnpipe.generation.backend import Completion
+from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.receipts.passes import other_settings, stated
 from aqnpipe.noise.receipts.table import Row
-from aqnpipe.reference.decoder import Finding
+from aqnpipe.reference.decoder import Finding, end_problem, without_padding
 
 UNOBSERVED = (
     "prompts as the model reads them",
@@ -31,27 +33,44 @@ _MOST_NAMED = 3
 
 
 class Judge:
-    """Judges the passes of one evaluation, in order.
+    """Judges the passes of one evaluation, in order, by what its spec and its files define.
 
-    `backend`, `shards`: the backend that its workers named, and how many of them share every layer.
+    `description`: of the backend that its workers named.
     """
 
-    def __init__(self, expectation: Expectation, model_dir: Path, backend: str, shards: int = 1) -> None:
-        self._expected, self._model_dir = expectation, model_dir
-        self._is_observed, self._shards = backend != "vllm", shards
+    def __init__(
+        self,
+        spec: EvaluationSpec,
+        model_dir: Path,
+        test_problems: Path,
+        train_problems: Path | None,
+        description: Mapping[str, str | int | bool],
+    ) -> None:
+        self._spec, self._model_dir = spec, model_dir
+        self._tokenizer = load_tokenizer(model_dir)
+        self._questions = read_questions(
+            test_problems, spec.prompt, self._tokenizer, train_problems, spec.evaluation.num_questions
+        )
+        padding = self._tokenizer.pad_token_id
+        self._prompts = [tokens_digest(without_padding(ids, padding)) for ids in self._questions.prompts]
+        self._is_observed, self._shards = description["backend"] != "vllm", int(description.get("workers", 1))
         self._weights: str | None = None
         self._passes: list[PassFacts] = []
-        self._texts: dict[tuple[int, ...], str] = {}
-        evaluation = expectation.spec.evaluation
-        self._graders = graders_of(evaluation.primary_scorer, evaluation.scorer_sha256)
-        self._graded = cache(self._grades)
+        self._graders = graders_of(spec.evaluation.primary_scorer, spec.evaluation.scorer_sha256)
+        self._graded, self._text_of = cache(self._grades), cache(self._decoded)
+
+    @cached_property
+    def stop_text(self) -> str | None:
+        """The text that ends a response; None if the prompt's layout has none."""
+        return "Question:" if self._spec.prompt.layout == "question_answer" else None
 
     def judge(self, result: PassResult, rows: pl.DataFrame) -> None:
         """Raise ReceiptError if a pass, or the table of it, is not what the study requests."""
         where = f"evaluation at level {result.noise_level:g}, noise seed {result.noise_seed}"
-        problems = list(dict.fromkeys(self._problems(result, rows)))
+        facts = self._facts(result)
+        problems = list(dict.fromkeys(self._problems(result, facts, rows)))
         if not problems:
-            self._passes.append(self._facts(result))
+            self._passes.append(facts)
             # Compared with the passes before, and judged again by the comparison.
             where, problems = "", list(self.facts().problems())
         if problems:
@@ -61,33 +80,27 @@ class Judge:
 
     def facts(self) -> EvaluationFacts:
         """Return the facts of all passes judged so far."""
-        spec, sampling = self._expected.spec, self._expected.spec.evaluation.sampling
         return EvaluationFacts(
-            dtype=spec.dtype,
-            attention=spec.attention,
-            temperature=sampling.temperature if sampling else None,
-            max_response_tokens=spec.evaluation.max_response_tokens,
-            end_token=self._expected.end_token,
-            stop_text=self._expected.stop_text,
-            weights=self._weights or "",
-            prompts="".join(self._expected.prompts),
+            end_token=int(self._tokenizer.eos_token_id),
+            stop_text=self.stop_text,
+            prompts="".join(self._prompts),
             passes=tuple(self._passes),
             shards=self._shards,
             unchecked=() if self._is_observed else UNOBSERVED,
         )
 
-    def _problems(self, result: PassResult, rows: pl.DataFrame) -> Iterator[str]:
+    def _problems(self, result: PassResult, facts: PassFacts, rows: pl.DataFrame) -> Iterator[str]:
         if self._is_observed:
             yield from self._batch_problems(result)
         yield from self._response_problems(result.samples)
+        yield from facts.row_problems(rows)
         yield from self._row_problems(result, rows)
 
     def _batch_problems(self, result: PassResult) -> Iterator[str]:
         if len(result.facts) != len(result.batches):
             yield f"{len(result.facts)} of {len(result.batches)} batches were observed"
             return
-        spec = self._expected.spec
-        needed = Row("evaluation", **stated(spec.dtype, spec.attention))
+        needed = Row("evaluation", **stated(self._spec.dtype, self._spec.attention))
         if found := [problem for row in result.receipt.phases for problem in other_settings(needed, row)]:
             yield from found
             return
@@ -98,9 +111,7 @@ class Judge:
                 or list(self._prompt_problems(batch, facts))
                 or list(self._found_problems(batch, facts.problems))
                 or list(self._token_problems(batch, facts.responses, result.samples))
-                or list(self._found_problems(batch, facts.problems_again))
             )
-        yield from self._coverage_problems(result.facts)
 
     def _setting_problems(self, facts: BatchFacts, batch: Batch) -> Iterator[str]:
         if facts.weights_by_name is not None:
@@ -110,7 +121,7 @@ class Judge:
             self._weights = self._weights or combined(facts.weights_by_name)
         if facts.weights != self._weights:
             yield f"the weights in memory in batch {batch.step} are not those of the first batch"
-        special = (self._expected.end_token, int(self._expected.tokenizer.pad_token_id))
+        special = (int(self._tokenizer.eos_token_id), int(self._tokenizer.pad_token_id))
         if facts.special_tokens != special:
             yield (
                 f"end and padding token are {facts.special_tokens}, those of the checkpoint's tokenizer are {special}: "
@@ -118,18 +129,15 @@ class Judge:
             )
 
     def _prompt_problems(self, batch: Batch, facts: BatchFacts) -> Iterator[str]:
-        if len(facts.prompts) != len(batch.questions):
-            yield f"the model read {len(facts.prompts)} prompts in batch {batch.step}, expected {len(batch.questions)}"
-            return
-        for question, prompt in zip(batch.questions, facts.prompts, strict=True):
-            if prompt != self._expected.prompts[question]:
-                yield f"for question {self._name(question)} the model read {self._whose(prompt)}"
-
-    def _whose(self, prompt: str) -> str:
-        others = [self._name(number) for number, digest in enumerate(self._expected.prompts) if digest == prompt]
-        if others:
-            return f"the prompt of question {others[0]}"
-        return "another prompt than its text in the study's format, with the checkpoint's tokenizer and chat template"
+        for question, prompt in zip(batch.questions, facts.prompts, strict=False):
+            if prompt == self._prompts[question]:
+                continue
+            others = [self._name(number) for number, digest in enumerate(self._prompts) if digest == prompt]
+            what = (
+                "another prompt than its text in the study's format, with the checkpoint's tokenizer and chat template"
+            )
+            read = f"the prompt of question {others[0]}" if others else what
+            yield f"for question {self._name(question)} the model read {read}"
 
     def _found_problems(self, batch: Batch, findings: Sequence[Finding]) -> Iterator[str]:
         for row, text in findings:
@@ -149,47 +157,25 @@ class Judge:
                     "model gave behind this prompt"
                 )
 
-    def _coverage_problems(self, batches: Sequence[BatchFacts]) -> Iterator[str]:
-        if all(facts.weights_by_name is None for facts in batches):
-            yield "no batch reported its weights"
-
     def _response_problems(self, samples: Sequence[Sequence[Completion]]) -> Iterator[str]:
         """Yield responses that end too early, too late or for another reason than they say."""
+        limit, end = self._spec.evaluation.max_response_tokens, int(self._tokenizer.eos_token_id)
         for sample in samples:
             for question, completion in enumerate(sample):
-                problem = self._end_problem(completion)
+                tokens = tuple(completion.token_ids)
+                problem = end_problem(tokens, limit, end, self.stop_text, self._text_of, completion.finish_reason)
                 if problem:
                     yield f"question {self._name(question)}: {problem}"
 
-    def _end_problem(self, completion: Completion) -> str | None:
-        expected, tokens = self._expected, completion.token_ids
-        limit, stop = expected.spec.evaluation.max_response_tokens, expected.stop_text
-        if not tokens:
-            return "the response has no tokens"
-        if len(tokens) > limit:
-            return f"the response has {len(tokens)} tokens, the study allows {limit}"
-        if expected.end_token in tokens[:-1]:
-            return "the response goes on behind the end token"
-        if stop is not None and stop in expected.text_of(tokens[:-1]):
-            return f"the response goes on behind the stop text {stop!r}"
-        has_ended = tokens[-1] == expected.end_token or (stop is not None and stop in expected.text_of(tokens))
-        if not has_ended and len(tokens) < limit:
-            return f"the response was cut after {len(tokens)} of {limit} tokens, without an end token or stop text"
-        reason = "stop" if has_ended else "length"
-        if completion.finish_reason != reason:
-            return f"the response ended by {reason}, not by {completion.finish_reason}"
-        return None
-
     def _row_problems(self, result: PassResult, rows: pl.DataFrame) -> Iterator[str]:
         """Yield rows of the table that are not of their pass, question or response, or have another grade."""
-        expected, samples = self._expected, self._expected.spec.evaluation.num_samples
+        samples = self._spec.evaluation.num_samples
         if len(result.samples) != samples:
             yield f"{len(result.samples)} responses per question, the study requests {samples}"
         for name in ("noise_level", "noise_seed"):
             if set(rows[name]) != {getattr(result, name)}:
                 yield f"its rows are labelled with another {name.replace('_', ' ')}"
-        yield from self._facts(result).row_problems(rows)
-        golds = dict(zip(expected.question_ids, expected.golds, strict=True))
+        golds = dict(zip(self._questions.ids, self._questions.golds, strict=True))
         columns = columns_of(self._graders)
         for row in rows.iter_rows(named=True):
             gold = golds.get(row["question_id"])
@@ -199,16 +185,12 @@ class Judge:
 
     def _shown(self, completion: Completion) -> tuple[str, int, str]:
         """Return text, number of tokens and finish reason of a response as the table shows them."""
-        tokens = tuple(completion.token_ids)
-        if tokens not in self._texts:
-            self._texts[tokens] = self._expected.text_of(tokens)
-        whole = self._texts[tokens]
-        text = whole if self._expected.stop_text is None else whole.partition(self._expected.stop_text)[0]
+        whole = self._text_of(tuple(completion.token_ids))
+        text = whole if self.stop_text is None else whole.partition(self.stop_text)[0]
         return text, len(completion.token_ids), "stop" if len(text) < len(whole) else completion.finish_reason
 
     def _facts(self, result: PassResult) -> PassFacts:
-        again = [facts.again for facts in result.facts if facts.again is not None]
-        names = self._expected.question_ids
+        names = self._questions.ids
         return PassFacts(
             noise_level=result.noise_level,
             noise_seed=result.noise_seed,
@@ -218,16 +200,17 @@ class Judge:
                 for sample, completions in enumerate(result.samples)
                 for question in sorted(range(len(names)), key=names.__getitem__)
             ),
-            tokens_read=sum(facts.num_tokens for facts in result.facts),
-            most_probable=sum(facts.num_most_probable for facts in result.facts),
-            draws_checked=sum(facts.draws_checked for facts in result.facts),
-            rows_again=sum(facts.rows for facts in again),
-            largest_difference=max((facts.largest_difference for facts in again), default=0.0),
+            rows_again=sum(facts.rows_again for facts in result.facts),
+            largest_difference=max((facts.largest_difference for facts in result.facts), default=0.0),
         )
+
+    def _decoded(self, token_ids: tuple[int, ...]) -> str:
+        """Return the whole text of a response, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _grades(self, text: str, gold: str) -> Mapping[str, str | bool | None]:
         return pairs({name: grade(text, gold) for name, grade in self._graders.items()})
 
     def _name(self, question: int) -> str:
-        names = self._expected.question_ids
+        names = self._questions.ids
         return names[question] if question < len(names) else f"number {question}"

@@ -5,20 +5,24 @@ and response are read at once, in one forward, without a cache or padding before
 those that decoding had, within rounding, and the tokens the most probable ones.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from pydantic import ConfigDict
 from torch import Tensor
 
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.evaluation.audit.facts import AgainFacts, BatchFacts, audit_number, requested_choice, tokens_digest
 from aqnpipe.evaluation.audit.weights import combined, digests_in_memory, tensor_digest
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
+from aqnpipe.noise.audit.random_numbers import derived_key
 from aqnpipe.reference.decoder import Choice, DecodingTrace, Finding, Verdict, unobserved
+from aqnpipe.seeding import derive_seed
 
 _TRIAL_ROWS = 8
 
@@ -42,6 +46,39 @@ class BatchPlace:
     sample: int
     number: int
     step: int
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """Observations made while a batch was generated.
+
+    prompts: digests of the prompts that the network read, without padding, in the order of the batch. responses:
+    digests of the responses that it gave. special_tokens: end and padding token of a worker. weights: digest of
+    sampled weights in memory; by name in the first batch of a pass. first_logits: digest of the first logits of the
+    batch. problems: row (None: the batch) and what is wrong with it. rows_again: rows that were read again, each in one
+    forward; largest_difference: of the largest logit behind a token of theirs, in units of what rounding may do.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    prompts: tuple[str, ...]
+    responses: tuple[str, ...]
+    special_tokens: tuple[int, int]
+    weights: str
+    weights_by_name: dict[str, str] | None
+    first_logits: str
+    problems: tuple[Finding, ...]
+    rows_again: int = 0
+    largest_difference: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Rows that were read again, the largest difference in units of rounding, and what is wrong with rows."""
+
+    rows: int = 0
+    largest: float = 0.0
+    problems: tuple[Finding, ...] = ()
 
 
 class ObservedBatch:
@@ -70,61 +107,71 @@ class ObservedBatch:
         """Return the facts of the batch. Rows of a batch without noise and faults are computed again."""
         responses = [completion.token_ids for completion in completions]
         verdict = self._trace.judge(responses)
-        trial = _trial(self._spec, self._place)
-        again: AgainFacts | None = None
-        problems_again: list[Finding] = []
+        trial, again = _trial(self._spec, self._place), _Again()
         if trial is not None:
-            again, problems_again = self._tried(trial)
+            again = self._tried(trial)
         elif self._place.noise_level == 0 and not self._spec.faults and not verdict.findings:
             # A batch with problems is refused because of them; its rows cannot be computed again.
-            again, problems_again = self._again(self._prompts, responses, verdict, self._choice)
+            again = self._again(self._prompts, responses, verdict, self._choice)
         weights = digests_in_memory(self._generator.model)
         return BatchFacts(
             prompts=tuple(map(tokens_digest, self._trace.prompts_read)),
             responses=tuple(map(tokens_digest, responses)),
             special_tokens=self._generator.special_tokens,
-            draws_checked=bool(verdict.gaps),
-            num_tokens=verdict.compared,
-            num_most_probable=verdict.most_probable,
             weights=combined(weights),
             weights_by_name=weights if self._place.step == 0 else None,
-            again=again,
-            problems=verdict.findings,
-            problems_again=tuple(problems_again),
             first_logits=self._first_logits,
+            problems=(*verdict.findings, *again.problems),
+            rows_again=again.rows,
+            largest_difference=again.largest,
         )
 
-    def _tried(self, trial: Sampling) -> tuple[AgainFacts | None, list[Finding]]:
+    def _tried(self, trial: Sampling) -> _Again:
         """Decode some prompts without noise, and compute them again: noise has no part in what the decoder does."""
         prompts = self._prompts[:: max(1, len(self._prompts) // _TRIAL_ROWS)][:_TRIAL_ROWS]
         trace = DecodingTrace(prompts, self._generator.special_tokens[1], Choice())
-        with _hooked(self._generator.model, lambda module, args, kwargs, output: trace.note(kwargs, output.logits)):
+        model = self._generator.model
+        with model.register_forward_hook(
+            lambda module, args, kwargs, output: trace.note(kwargs, output.logits), with_kwargs=True
+        ):
             responses = [one.token_ids for one in self._generator.decode_without_noise(prompts, trial)]
         verdict = trace.judge(responses)
-        facts, found = None, list(verdict.findings)
-        if not found:
-            facts, found = self._again(prompts, responses, verdict, Choice())
-        return facts, [(None, f"trial without noise, row {row}: {text}") for row, text in found]
+        again = _Again() if verdict.findings else self._again(prompts, responses, verdict, Choice())
+        found = [(None, f"trial without noise, row {row}: {text}") for row, text in verdict.findings or again.problems]
+        return _Again(again.rows, again.largest, tuple(found))
 
     def _again(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], verdict: Verdict, choice: Choice
-    ) -> tuple[AgainFacts, list[Finding]]:
-        number = audit_number("batch", self._place, self._spec.arm_id, self._spec.seed, self._spec.step)
+    ) -> _Again:
+        number = derive_seed(self._place.noise_seed, "rows computed again", self._place.step, self._spec.seed)
         rows = _rows_to_repeat(prompts, responses, verdict.moved, number)
         problems: list[Finding] = []
-        largest, tokens = 0.0, 0
+        largest = 0.0
         with torch.no_grad():
             for row, logits in _read_again(self._generator, prompts, responses, rows):
                 decoded = torch.tensor(verdict.top_logits[row], device=logits.device)
                 differences = (logits.amax(-1).float() - decoded).abs() / _unit(logits)
                 greedy = _gaps(logits, responses[row]) if choice.temperature is None else torch.zeros_like(differences)
-                largest, tokens = max(largest, float(differences.max()), float(greedy.max())), tokens + len(decoded)
+                largest = max(largest, float(differences.max()), float(greedy.max()))
                 if bool((differences > 1).any()):
                     problems.append((row, _differs(1 + int((differences > 1).int().argmax()), verdict.moved.get(row))))
                 elif bool((greedy > 1).any()):
                     step = 1 + int(greedy.argmax())
                     problems.append((row, f"token {step} is not the most probable one behind this prompt"))
-        return AgainFacts(len(rows), tokens, round(largest, 3)), problems
+        return _Again(len(rows), round(largest, 3), tuple(problems))
+
+
+def requested_choice(spec: EvaluationSpec, noise_seed: int, sample: int, batch: int) -> Choice:
+    """Return how the study chooses the tokens of one batch of one sample under one noise seed."""
+    sampling = spec.evaluation.sampling
+    if sampling is None:
+        return Choice()
+    return Choice(sampling.temperature, derived_key(sampling.seed, "evaluation_sampling", noise_seed, sample, batch))
+
+
+def tokens_digest(token_ids: Sequence[int]) -> str:
+    """Return a digest of token ids: 16 hexadecimal digits."""
+    return hashlib.blake2b(np.asarray(token_ids, dtype="<i8").tobytes(), digest_size=8).hexdigest()
 
 
 @contextmanager
@@ -136,17 +183,8 @@ def observed(
         yield None
         return
     batch = ObservedBatch(generator, spec, place, prompts)
-    with _hooked(generator.model, batch.note):
+    with generator.model.register_forward_hook(batch.note, with_kwargs=True):
         yield batch
-
-
-@contextmanager
-def _hooked(model: Any, hook: Any) -> Iterator[None]:
-    handle = model.register_forward_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _trial(spec: EvaluationSpec, place: BatchPlace) -> Sampling | None:
@@ -175,7 +213,7 @@ def _rows_to_repeat(
         by_length[0],
         *[row for row in by_length if row in moved][:1],
     ]
-    drawn = sorted(rows, key=lambda row: audit_number(number, row))
+    drawn = sorted(rows, key=lambda row: derive_seed(number, "row", row))
     return list(dict.fromkeys([*first, *drawn]))[:wanted]
 
 

@@ -6,21 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from aqnpipe.artifacts.provenance import short_digest
-from aqnpipe.evaluation.audit.facts import audit_number
 from aqnpipe.models.adapted import find_base, has_only_adapters
+from aqnpipe.models.loading import stored_weights
+from aqnpipe.models.verification import name_in_files
+from aqnpipe.seeding import derive_seed
 
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-_NAMES = ((".base_layer.", "."), (".lora_A.default.", ".lora_A."), (".lora_B.default.", ".lora_B."))
-"""How weights of a module with adapters are called in memory, and in files."""
 
 
 def digests_in_memory(model: Any) -> dict[str, str]:
     """Return a digest of one row of every weight of a model, by its name in files."""
-    own = {_name_in_files(name): tensor for name, tensor in model.state_dict().items()}
+    own = {name_in_files(name): tensor for name, tensor in model.state_dict().items()}
     return {name: tensor_digest(_row(tensor.detach(), name)) for name, tensor in sorted(own.items()) if tensor.ndim}
 
 
@@ -31,10 +30,10 @@ def differing_weight(found: Mapping[str, str], folder: Path) -> str | None:
     under their name and are not compared.
     """
     folders = [folder, find_base(folder)] if has_only_adapters(folder) else [folder]
-    for path in (path for folder in folders for path in sorted(folder.glob("*.safetensors"))):
-        with safe_open(path, framework="pt") as tensors:
-            for name in sorted(found.keys() & set(tensors.keys())):
-                stored = _row(tensors.get_slice(name), name)
+    for each in folders:
+        with stored_weights(each) as files:
+            for name in sorted(found.keys() & files.keys()):
+                stored = _row(files[name].get_slice(name), name)
                 if found[name] not in {tensor_digest(stored), *(tensor_digest(stored.to(dtype)) for dtype in _FORMATS)}:
                     return name
     return None
@@ -51,18 +50,12 @@ def combined(digests: Mapping[str, str]) -> str:
     return short_digest(sorted(digests.items()), 16)
 
 
-def _name_in_files(name: str) -> str:
-    for in_memory, in_files in _NAMES:
-        name = name.replace(in_memory, in_files)
-    return name
-
-
 def _row(tensor: Any, name: str) -> Tensor:
     """Return a row of a tensor, or of a slice of a file: all of a vector, one row of a matrix."""
     shape = list(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
     if len(shape) < 2:
         whole: Tensor = tensor if isinstance(tensor, Tensor) else tensor[:]
         return whole
-    number = audit_number(name, *shape) % shape[0]
+    number = derive_seed(0, f"audited row of {name}", *shape) % shape[0]
     row: Tensor = tensor[number : number + 1]
     return row

@@ -53,4 +53,4 @@ class EvaluationReceipts(ReceiptModel):
         of_passes = [problem for evaluated in self.passes for problem in evaluated.problems()]
         in_facts = {(facts.noise_level, facts.noise_seed) for facts in self.facts.passes}
         unknown = [f"{_named(*key)}: has no facts" for key in keys if key not in in_facts]
-        return twice + of_passes + unknown + self.facts.problems()
+        return [*twice, *of_passes, *unknown, *self.facts.problems()]

@@ -15,39 +15,30 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.training_facts import (
     DRAWS,
+    RATES,
     VALIDATION_DRAWS,
-    Recomputed,
     TrainingFacts,
-    adapter_problems,
     audited_at_start,
     fact_problems,
-    partial_problems,
 )
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.graders import grader
-from aqnpipe.data.prompts import end_of_response
+from aqnpipe.data.prompts import Questions, end_of_response, read_questions
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion
-from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine, TransformersRolloutEngine
+from aqnpipe.generation.rollout_engines import Rollout
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.models.shares import is_sharded
 from aqnpipe.reference.decoder import Choice, DecodingTrace, unobserved
 from aqnpipe.seeding import derive_seed
-from aqnpipe.training.audit.measure import Errors
-from aqnpipe.training.audit.rollouts import AuditedEngine, Questions, RolloutAudit, check_decoding
+from aqnpipe.training.audit.measure import Ledger
+from aqnpipe.training.audit.rollouts import RolloutAudit, check_decoding
 from aqnpipe.training.audit.routing import RoutingAudit
 from aqnpipe.training.audit.scoring import ScoringAudit, reaches_around
-from aqnpipe.training.audit.settings import (
-    adapter_facts,
-    dropout_problems,
-    held_problems,
-    held_settings,
-    trainable_problems,
-)
+from aqnpipe.training.audit.settings import check_adapters, check_dropout, check_trainable, check_trainer
 from aqnpipe.training.audit.updates import Updates
 from aqnpipe.training.audit.weights import WeightAudit, adapters_are_off
 from aqnpipe.training.ranks import gathered, rank_and_size
@@ -60,21 +51,12 @@ _OF_A_GRADIENT = re.compile(r"(worker \d+ of \d+: )?backward ")
 """Problems of a receipt that are about the noise of a gradient."""
 
 
-class AuditState(Artifact):
-    """The audit of one worker in a resume point."""
-
-    facts: TrainingFacts
-    last_values: list[list[float]]
-    differing_groups: int
-    had_advantage: bool
-
-
 class TrainingAudit(TrainerCallback):
     """Observes a trainer; a difference between what it does and the study ends the run in one line.
 
-    Create it with the policy before a resume point is loaded, give `engine(...)` to the trainer, then `attach` it. As
-    a callback it must come behind those that save and validate. After the steps `receipt_steps` the receipt so far is
-    checked too, so that a wrong set-up costs minutes and not a day.
+    Create it with the policy before a resume point is loaded, then `attach` it to the trainer. As a callback it must
+    come behind those that save and validate. After the steps `receipt_steps` the receipt so far is checked too, so that
+    a wrong set-up costs minutes and not a day.
     """
 
     def __init__(
@@ -87,8 +69,11 @@ class TrainingAudit(TrainerCallback):
         train_problems: Path,
         test_problems: Path,
         checkpoints: Path,
+        sees_draws: bool = True,
         receipt_steps: Collection[int] = (),
     ) -> None:
+        self.ledger = ledger = Ledger()
+        self._report = ledger.report
         self._spec = spec
         self._model = model
         self._tokenizer = tokenizer
@@ -96,34 +81,21 @@ class TrainingAudit(TrainerCallback):
         self._checkpoint_folder = checkpoints
         self._receipt_steps = frozenset(receipt_steps)
         self._always_audited = frozenset(audited_at_start(spec))
-        self._errors = Errors()
-        self._problems: list[str] = []
-        self._audited: list[int] = []
-        self._verified: list[int] = []
+        # Without them only the request and the log-probabilities are compared: the logits are in another process.
+        self._not_checked = () if sees_draws else (DRAWS,)
         self._is_rehearsal = False
-        self._validated: dict[int, int] = {}
-        self._checkpoints: dict[int, dict[str, str]] = {}
-        self._settings: dict[str, str | int | float | bool | None] = {}
-        self._not_checked: tuple[str, ...] = ()
         self._trainer: Any = None
         self._logits: Tensor | None = None
         self._referenced = -1
         self._validation: DecodingTrace | None = None
-        self._tests = Questions.read(spec, test_problems, train_problems, tokenizer, spec.training.validation_questions)
         self._test_files = (test_problems, train_problems)
-        questions = Questions.read(spec, train_problems, train_problems, tokenizer)
-        self._rollouts = RolloutAudit(spec, questions, tokenizer, self._errors, self._report)
-        self._scoring = ScoringAudit(spec, self._errors, self._report, tokenizer.eos_token_id)
-        self._weights = WeightAudit(model, model_folder, spec.random_seed, self._errors, self._report)
-        self._routing = RoutingAudit(model, self._errors, self._report, replays=spec.arm.routing_replay)
-        self._updates = Updates(spec, model, self._errors, self._report)
-
-    def engine(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return `engine` with its requests and completions audited."""
-        if not isinstance(engine, TransformersRolloutEngine):
-            # The logits are in another process; the request and the log-probabilities are compared all the same.
-            self._not_checked = (DRAWS,)
-        return AuditedEngine(engine, self._begin_rollout, self._end_rollout)
+        self._tests = self._test_questions(tokenizer)
+        questions = read_questions(train_problems, spec.prompt, tokenizer, train_problems)
+        self._rollouts = RolloutAudit(spec, questions, tokenizer, ledger)
+        self._scoring = ScoringAudit(spec, ledger, tokenizer.eos_token_id)
+        self._weights = WeightAudit(model, model_folder, spec.random_seed, ledger)
+        self._routing = RoutingAudit(model, ledger, replays=spec.arm.routing_replay)
+        self._updates = Updates(spec, model, ledger, self.is_audited)
 
     def attach(self, trainer: Any) -> None:
         """Observe the networks of `trainer`."""
@@ -135,10 +107,9 @@ class TrainingAudit(TrainerCallback):
             backward(loss, **kwargs)
 
         trainer.accelerator.backward = observed
-        self._model.register_forward_hook(self._observe_policy, with_kwargs=True)
-        reference = trainer.ref_model
-        if isinstance(reference, nn.Module) and reference is not self._model:
-            reference.register_forward_hook(self._observe_reference, with_kwargs=True)
+        for network in {self._model, trainer.ref_model}:
+            if isinstance(network, nn.Module):
+                network.register_forward_hook(self._observe, with_kwargs=True)
 
     def is_audited(self, step: int) -> bool:
         """Return whether the numbers of optimiser step `step`, counted from 1, are recomputed."""
@@ -149,7 +120,7 @@ class TrainingAudit(TrainerCallback):
     @contextmanager
     def rehearsal(self, step: int) -> Iterator[None]:
         """Observe nothing in the body: a micro-batch of `step` is computed twice, and this time is not the training."""
-        self._verified.append(step)
+        self.ledger.verified_steps.append(step)
         self._is_rehearsal, arrived = True, list(self._updates.arrived)
         yield
         self._is_rehearsal, self._updates.arrived = False, arrived
@@ -159,18 +130,18 @@ class TrainingAudit(TrainerCallback):
         rank, workers = rank_and_size()
         if [list(prompt) for prompt in prompts] != self._tests.prompts[rank::workers]:
             self._report(
-                f"validation after step {self._updates.steps}: its prompts are not the first "
+                f"validation after step {self.ledger.steps}: its prompts are not the first "
                 f"{self._spec.training.validation_questions} test questions in their order"
             )
         self._validation = DecodingTrace(prompts, self._tokenizer.pad_token_id, Choice())
 
-    def end_validation(self, completions: Sequence[Completion], accuracy: float) -> None:
-        """Grade the validation again and compare its reported accuracy; a collective operation."""
+    def end_validation(self, completions: Sequence[Completion]) -> None:
+        """Grade the validation again; a collective operation."""
         rank, workers = rank_and_size()
         responses = [list(completion.token_ids) for completion in completions]
-        step, spec = self._updates.steps, self._spec
+        step, spec = self.ledger.steps, self._spec
         if self._validation is not None:
-            check_decoding(VALIDATION_DRAWS, self._validation, responses, self._errors, self._report)
+            check_decoding(VALIDATION_DRAWS, self._validation, responses, self.ledger)
         self._validation = None
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         golds = self._tests.golds[rank::workers]
@@ -179,31 +150,21 @@ class TrainingAudit(TrainerCallback):
             return
         grade, stop = grader(spec.scorer, spec.scorer_sha256), spec.prompt.stop_text
         right = [grade(end_of_response(text, stop), gold).correct for text, gold in zip(texts, golds, strict=True)]
-        correct = sum(gathered(sum(right)))
-        self._validated[step] = correct
-        if abs(accuracy - correct / len(self._tests.golds)) > 1e-12:
-            self._report(
-                f"validation after step {step} reports an accuracy of {accuracy:.4g}, graded again it is "
-                f"{correct / len(self._tests.golds):.4g}"
-            )
+        self.ledger.validated[step] = sum(gathered(sum(right)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the trainer's settings, and observe its optimiser."""
         optimizer = kwargs["optimizer"]
-        self._updates.attach(getattr(optimizer, "optimizer", optimizer), self.is_audited)
-        for problem in [
-            *held_problems(self._trainer, self._spec),
-            *trainable_problems(self._model, self._spec),
-            *adapter_problems(adapter_facts(self._model), self._spec),
-            *dropout_problems(self._model, self._spec, self._model_folder),
-        ]:
-            self._report(problem)
-        self._settings = held_settings(self._trainer, self._spec)
-        self._refuse(self._problems)
+        self._updates.attach(getattr(optimizer, "optimizer", optimizer))
+        check_trainer(self._trainer, self._spec, self.ledger)
+        check_adapters(self._model, self._spec, self.ledger)
+        check_trainable(self._model, self._spec, self.ledger)
+        check_dropout(self._model, self._spec, self._model_folder, self.ledger)
+        self._refuse(self.ledger.problems)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the step that ended with the study; the run is refused when the step is logged."""
-        step = self._updates.steps
+        step = self.ledger.steps
         self._scoring.end_step(step)
         if state.global_step != step:
             self._report(
@@ -213,10 +174,12 @@ class TrainingAudit(TrainerCallback):
         if step % self._spec.training.steps_per_rollout == 0:
             self._scoring.end_rollout()
         if self.is_audited(step):
-            self._audited.append(step)
-            self._check_weights(step)
-            self._problems.extend(held_problems(self._trainer, self._spec))
-        self._settings = held_settings(self._trainer, self._spec)
+            self.ledger.audited_steps.append(step)
+            if len(set(gathered(self._weights.check_frozen()))) > 1:
+                self._report(f"the workers have different weights after step {step}: gradients were not averaged")
+            check_trainer(self._trainer, self._spec, self.ledger)
+            check_adapters(self._model, self._spec, self.ledger)
+        self._check_accuracies()
         self._check_checkpoint(step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
@@ -227,65 +190,45 @@ class TrainingAudit(TrainerCallback):
             # The cause of wrong advantages and gradients, which need no line of their own.
             self._refuse(
                 [
-                    f"rewards of step {self._updates.steps}: the trainer's mean is {logs['reward']:.4g}, the texts "
+                    f"rewards of step {self.ledger.steps}: the trainer's mean is {logs['reward']:.4g}, the texts "
                     f"graded again give {self._rollouts.mean_reward:.4g}"
                 ]
             )
-        if self.is_audited(self._updates.steps):
-            every = [problem for problems in gathered(self._problems) for problem in problems]
-            self._refuse(every or partial_problems(self.facts(), self._spec))
-        self._refuse(self._problems)
-        if self._updates.steps in self._receipt_steps:
+        if self.is_audited(self.ledger.steps):
+            self._refuse([problem for problems in gathered(self.ledger.problems) for problem in problems])
+        self._refuse(self.ledger.problems)
+        if self.ledger.steps in self._receipt_steps:
             try:
-                self._trainer.noise_plan.recorder.check_so_far(self._updates.steps)
+                self._trainer.noise_plan.recorder.check_so_far(self.ledger.steps)
             except ReceiptError as error:
                 # Rewards of other workers, or of later steps on the same rollout, may differ within their groups.
-                if self._scoring.had_advantage or not _is_about_gradients(error):
+                if self.ledger.had_advantage or not _is_about_gradients(error):
                     raise
 
     def lacks_only_gradients(self, error: ReceiptError) -> bool:
         """Return whether a receipt was refused as no reward differed within a group: no gradient, so no noise on it."""
-        return _is_about_gradients(error) and not self._rollouts.differing_groups
+        return _is_about_gradients(error) and not self.ledger.differing_groups
 
     def why_no_gradient(self) -> str:
         """Return what the rewards of a run were in which no group had different ones."""
-        rollouts = self._rollouts
-        if self._spec.training.rewards:
+        completions = self.ledger.completions
+        if self._spec.training.rewards or any(self.ledger.correct):
             return (
-                f"no reward that differs within a group: each of {rollouts.completions} responses has the reward of "
-                "its whole group; expected other training.rewards or questions, or a higher training.temperature"
-            )
-        if any(rollouts.correct):
-            return (
-                f"no reward that differs within a group: {sum(rollouts.correct)} of {rollouts.completions} responses "
-                "have reward 1, each with its whole group; expected harder questions or a higher training.temperature"
+                f"no reward that differs within a group: each of {completions} responses has the reward of its whole "
+                "group; expected other questions or training.rewards, or a higher training.temperature"
             )
         return (
-            f"no reward in any group: all {rollouts.completions} responses have reward 0; expected a model that "
-            "sometimes ends with `#### number`, easier questions, or a larger training.max_response_tokens"
+            f"no reward in any group: all {completions} responses have reward 0; expected a model that sometimes ends "
+            "with `#### number`, easier questions, or a larger training.max_response_tokens"
         )
 
     def facts(self) -> TrainingFacts:
         """Return the facts of this worker so far."""
+        found = {name: value for name, value in self.ledger if name in TrainingFacts.model_fields}
         return TrainingFacts(
+            **found | {"recomputed": dict(sorted(self.ledger.recomputed.items()))},
             num_workers=rank_and_size()[1],
-            steps=self._updates.steps,
-            audited_steps=tuple(self._audited),
-            verified_steps=tuple(self._verified),
-            arguments=self._settings,
-            optimizer=self._updates.settings,
-            learning_rates=tuple(self._updates.rates),
-            parameters=sum(weight.requires_grad for weight in self._model.parameters()),
-            adapters=adapter_facts(self._model),
-            rollouts=self._rollouts.rollouts,
-            completions=self._rollouts.completions,
-            correct=tuple(self._rollouts.correct),
-            prompts_sha256=(self._rollouts.prompts_sha256,),
-            validated=self._validated,
-            checkpoints=self._checkpoints,
-            recomputed=self._errors.facts(),
             not_checked=self._not_checked,
-            problems=tuple(self._problems),
         )
 
     def facts_of_all(self) -> TrainingFacts:
@@ -298,57 +241,34 @@ class TrainingAudit(TrainerCallback):
     def _check_accuracies(self) -> None:
         """Compare the accuracies that the run will store with the validations that were graded again."""
         for step, accuracy in self._trainer.validation_accuracy.items():
-            correct = self._validated.get(step, math.nan)
-            if not abs(accuracy - correct / len(self._tests.golds)) <= 1e-12:
+            found = self.ledger.validated.get(step, math.nan) / len(self._tests.golds)
+            if not abs(accuracy - found) <= 1e-12:
                 self._report(
                     f"validation after step {step} is stored with an accuracy of {accuracy:.4g}, graded again it is "
-                    f"{correct / len(self._tests.golds):.4g}"
+                    f"{found:.4g}"
                 )
-
-    def state(self) -> AuditState:
-        """Return what a resume point needs."""
-        return AuditState(
-            facts=self.facts(),
-            last_values=self._updates.last_values,
-            differing_groups=self._rollouts.differing_groups,
-            had_advantage=self._scoring.had_advantage,
-        )
-
-    def restore(self, state: AuditState) -> None:
-        """Continue from a resume point."""
-        facts, rollouts = state.facts, self._rollouts
-        self._audited, self._verified = list(facts.audited_steps), list(facts.verified_steps)
-        self._validated, self._checkpoints = dict(facts.validated), dict(facts.checkpoints)
-        self._updates.restore(facts.steps, facts.learning_rates, state.last_values)
-        rollouts.rollouts, rollouts.completions = facts.rollouts, facts.completions
-        rollouts.correct, (rollouts.prompts_sha256,) = list(facts.correct), facts.prompts_sha256
-        rollouts.differing_groups = state.differing_groups
-        self._scoring.had_advantage = state.had_advantage
-        self._errors.restore(facts.recomputed)
-
-    def _report(self, problem: str) -> None:
-        if problem not in self._problems:
-            self._problems.append(problem)
 
     def _refuse(self, problems: Sequence[str]) -> None:
         if problems:
             shown = "; ".join(list(dict.fromkeys(problems))[:_SHOWN])
             raise ReceiptError(f"receipt invalid: training: {shown}")
 
-    def _begin_rollout(self, rollout: Rollout) -> None:
-        step = self._updates.steps
+    def begin_rollout(self, rollout: Rollout) -> None:
+        """Compare the request for a rollout."""
+        step = self.ledger.steps
         self._rollouts.begin(rollout, step, self._audits_rollout(step) and not self._not_checked)
-        self._refuse(self._problems)
+        self._refuse(self.ledger.problems)
 
-    def _end_rollout(self, completions: Sequence[Completion]) -> None:
-        self._scoring.book = self._rollouts.end(completions, self._updates.steps)
-        self._refuse(self._problems)
+    def end_rollout(self, completions: Sequence[Completion]) -> None:
+        """Compare the completions of the rollout."""
+        self._scoring.book = self._rollouts.end(completions, self.ledger.steps)
+        self._refuse(self.ledger.problems)
 
     def _audits_rollout(self, step: int) -> bool:
         """Return whether a step that learns from the rollout after `step` updates is audited."""
         return any(self.is_audited(step + later + 1) for later in range(self._spec.training.steps_per_rollout))
 
-    def _observe_policy(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _observe(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self._is_rehearsal:
             return
         with unobserved():
@@ -363,49 +283,35 @@ class TrainingAudit(TrainerCallback):
     def _observe_scoring(self, kwargs: dict[str, Any], logits: Any, module: nn.Module) -> None:
         if logits.requires_grad:
             self._updates.end_micro_batch()
-            is_audited = self.is_audited(self._updates.steps + 1)
+            is_audited = self.is_audited(self.ledger.steps + 1)
             if is_audited:
-                for problem in dropout_problems(module, self._spec, self._model_folder):
-                    self._report(f"step {self._updates.steps + 1}: {problem}")
+                check_dropout(module, self._spec, self._model_folder, self.ledger)
             self._logits = logits if is_audited else None
             self._routing.check_replay(kwargs, self._scoring.book)
             self._scoring.observe(kwargs, logits, "trained", is_audited)
             return
-        kind = "reference" if adapters_are_off(module) else "old"
-        audited = self._audits_rollout(self._updates.steps)
-        if kind == "reference" and audited:
-            self._check_reference(module)
-        if kind == "old":
+        audited = self._audits_rollout(self.ledger.steps)
+        if module is self._model and not adapters_are_off(module):
             self._routing.check_replay(kwargs, self._scoring.book)
-        self._scoring.observe(kwargs, logits, kind, audited)
-
-    def _observe_reference(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if _is_scoring(kwargs) and self._audits_rollout(self._updates.steps):
-            with unobserved():
-                self._check_reference(module)
-                self._scoring.observe(kwargs, output.logits, "reference", True)
+            self._scoring.observe(kwargs, logits, "old", audited)
+        elif audited:
+            self._check_reference(module)
+            self._scoring.observe(kwargs, logits, "reference", audited)
 
     def _check_graph(self, loss: Tensor) -> None:
         """Compare what the loss of an audited micro-batch depends on."""
         logits, self._logits = self._logits, None
         if logits is not None and reaches_around(loss, logits):
             self._report(
-                f"the loss in step {self._updates.steps + 1} depends on weights other than through the logits: it has "
+                f"the loss in step {self.ledger.steps + 1} depends on weights other than through the logits: it has "
                 "a term that the study does not ask for (a penalty?), which no gradient of the study's loss explains"
             )
 
     def _check_reference(self, module: nn.Module) -> None:
         """Compare the weights of the reference, once per rollout."""
-        if self._referenced != self._updates.steps:
-            self._referenced = self._updates.steps
+        if self._referenced != self.ledger.steps:
+            self._referenced = self.ledger.steps
             self._weights.check_reference(module)
-
-    def _check_weights(self, step: int) -> None:
-        self._weights.check_frozen(self._model)
-        if self._spec.training.num_workers > 1:
-            digests = gathered(self._weights.digest(self._model))
-            if len(set(digests)) > 1:
-                self._report(f"the workers have different weights after step {step}: their gradients were not averaged")
 
     def _check_checkpoint(self, step: int) -> None:
         folder = self._checkpoint_folder / f"step{step}"
@@ -416,32 +322,28 @@ class TrainingAudit(TrainerCallback):
             return
         if not folder.is_dir():
             return  # The stage refuses a run without its checkpoints.
-        are_those_in_memory = self._weights.check_checkpoint(self._model, folder, step)
+        are_those_in_memory = self._weights.check_checkpoint(folder, step)
         if not is_first:
             return
         if are_those_in_memory:
-            self._checkpoints[step] = sha256_of_files(
+            self.ledger.checkpoints[step] = sha256_of_files(
                 {path.name: path for path in sorted(folder.glob("*.safetensors"))}
             )
         self._check_tokenizer(folder, step)
 
+    def _test_questions(self, tokenizer: Any) -> Questions:
+        table, examples = self._test_files
+        return read_questions(table, self._spec.prompt, tokenizer, examples, self._spec.training.validation_questions)
+
     def _check_tokenizer(self, folder: Path, step: int) -> None:
         """Compare the tokenizer of a checkpoint with that of the run: its vocabulary, and the prompts of the tests."""
-        found, own = load_tokenizer(folder), self._tokenizer
-        known, expected = found.get_vocab(), own.get_vocab()
-        wrong = sorted(token for token in {*known, *expected} if known.get(token) != expected.get(token))
-        ends = [(tokenizer.eos_token_id, tokenizer.pad_token_id) for tokenizer in (found, own)]
-        if wrong:
-            difference = f"{wrong[0]!r} is {known.get(wrong[0])}, expected {expected.get(wrong[0])} as in training"
-        elif ends[0] != ends[1]:
-            difference = f"its end and padding tokens are {ends[0]}, expected {ends[1]} as in training"
-        elif Questions.read(self._spec, *self._test_files, found, len(self._tests.prompts)).prompts != (
-            self._tests.prompts
-        ):
-            difference = "it makes other token ids of the test prompts than in training"
-        else:
-            return
-        self._report(f"the checkpoint of step {step} has another tokenizer: {difference}")
+        saved = load_tokenizer(folder)
+        found, own = ((each.get_vocab(), each.eos_token_id, each.pad_token_id) for each in (saved, self._tokenizer))
+        if found != own or self._test_questions(saved).prompts != self._tests.prompts:
+            self._report(
+                f"the checkpoint of step {step} has another tokenizer than the training: other token ids of the "
+                "vocabulary, of the end and padding tokens or of test prompts"
+            )
 
 
 def _is_about_gradients(error: ReceiptError) -> bool:
@@ -450,35 +352,17 @@ def _is_about_gradients(error: ReceiptError) -> bool:
 
 def merged_facts(facts: Sequence[TrainingFacts]) -> TrainingFacts:
     """Return the facts of all workers, by rank, as those of the run. Counts that all workers share must be equal."""
-    first = facts[0]
+    first, recomputed = facts[0], Ledger()
     problems = [f"worker {rank}: {problem}" for rank, of in enumerate(facts) for problem in of.problems]
-    for name in (
-        "steps",
-        "audited_steps",
-        "verified_steps",
-        "arguments",
-        "optimizer",
-        "learning_rates",
-        "parameters",
-        "correct",
-        "validated",
-    ):
+    for name in ("steps", "audited_steps", "verified_steps", "correct", "validated"):
         if any(getattr(of, name) != getattr(first, name) for of in facts):
             problems.append(f"the workers have different {name.replace('_', ' ')}")
-    names = sorted({name for of in facts for name in of.recomputed})
-    return first.model_copy(
-        update={
-            "prompts_sha256": tuple(digest for of in facts for digest in of.prompts_sha256),
-            "recomputed": {
-                name: _together([of.recomputed[name] for of in facts if name in of.recomputed]) for name in names
-            },
-            "problems": tuple(problems if len(facts) > 1 else first.problems),
-        }
-    )
-
-
-def _together(entries: Sequence[Recomputed]) -> Recomputed:
-    return Recomputed(compared=sum(entry.compared for entry in entries), worst=max(entry.worst for entry in entries))
+    for name, entry in (pair for of in facts for pair in of.recomputed.items()):
+        recomputed.note(name, entry.compared, entry.worst)
+    # Every worker has compared the rate of every step.
+    recomputed.recomputed[RATES] = min((of.recomputed[RATES] for of in facts), key=lambda entry: entry.compared)
+    found = {"recomputed": recomputed.recomputed, "problems": tuple(problems if len(facts) > 1 else first.problems)}
+    return first.model_copy(update=found)
 
 
 def _is_scoring(kwargs: dict[str, Any]) -> bool:

@@ -4,7 +4,7 @@ What the sampler noted must be what ran in an audited rollout. With routing repl
 tokens must run exactly these experts, and a backward pass that computes layers again those of its forward.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from aqnpipe.artifacts.training_facts import REPLAYED
 from aqnpipe.reference.decoder import unobserved
-from aqnpipe.training.audit.measure import Errors
+from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.audit.scoring import RolloutBook, rows_of
 
 
 class RoutingAudit:
     """Observes the experts of one worker's policy; of a dense model it observes nothing."""
 
-    def __init__(self, model: nn.Module, errors: Errors, report: Callable[[str], None], *, replays: bool) -> None:
-        self._errors, self._report, self._replays = errors, report, replays
+    def __init__(self, model: nn.Module, ledger: Ledger, *, replays: bool) -> None:
+        self._ledger, self._report, self._replays = ledger, ledger.report, replays
         self._running: dict[int, Tensor] = {}
         named = (module for name, module in model.named_modules() if name.endswith(".experts"))
         for number, module in enumerate(module for module in named if not isinstance(module, nn.ModuleList)):
@@ -56,6 +56,6 @@ class RoutingAudit:
             found = None if experts is None else experts[place][visible][:-1]
             noted = [completed.experts for completed in book.candidates(row) if completed.experts is not None]
             is_replayed = found is not None and any(torch.equal(found, of_row) for of_row in noted)
-            self._errors.note(REPLAYED, sum(map(len, row)) - 1, 0.0 if is_replayed else 2.0)
+            self._ledger.note(REPLAYED, sum(map(len, row)) - 1, 0.0 if is_replayed else 2.0)
             if not is_replayed:
                 self._report("a forward pass of the policy has not run the experts that the sampler's routers chose")

@@ -8,7 +8,7 @@ equal it.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from aqnpipe.config.run import TrainingSpec
 from aqnpipe.reference import grpo, loss_causes
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
-from aqnpipe.training.audit.measure import Errors, rounding_of
+from aqnpipe.training.audit.measure import Ledger, rounding_of
 
 _SLOPE_ERROR = 5e-6
 """Relative error of a derivative that the trainer computes in float32."""
@@ -80,9 +80,6 @@ class RolloutBook:
         """Note that a row is trained on; return what is wrong with it."""
         found = self.candidates(row)
         if not found:
-            prompts = {completed.row[0] for completed in self.completions}
-            if row[0] in prompts and not row[1]:
-                return "the tokens of a completion are masked"
             return "a micro-batch has a row that is no completion of the rollout (other tokens, or another mask)"
         free = next((completed for completed in found if not completed.is_trained), None)
         if free is None:
@@ -117,11 +114,9 @@ class _MicroBatch:
 class ScoringAudit:
     """Observes the scoring forwards of one worker."""
 
-    def __init__(self, spec: TrainingSpec, errors: Errors, report: Callable[[str], None], end_token: int) -> None:
+    def __init__(self, spec: TrainingSpec, ledger: Ledger, end_token: int) -> None:
         self.book = RolloutBook()
-        self.had_advantage = False
-        """Whether this worker has trained on a completion with an advantage; otherwise only the KL term has a slope."""
-        self._spec, self._errors, self._report, self._end_token = spec, errors, report, end_token
+        self._spec, self._ledger, self._report, self._end_token = spec, ledger, ledger.report, end_token
         self._batches: list[_MicroBatch] = []
         self._seen: list[loss_causes.Observed] = []
         self._is_wrong = False
@@ -148,7 +143,7 @@ class ScoringAudit:
             for row in rows:
                 if (problem := self.book.take(row)) is not None:
                     self._report(problem)
-                self.had_advantage |= any(completed.has_advantage for completed in self.book.candidates(row))
+                self._ledger.had_advantage |= any(completed.has_advantage for completed in self.book.candidates(row))
         whole = kind == "old" and self._needs_all_places
         cells = [
             (number, column)
@@ -229,7 +224,7 @@ class ScoringAudit:
             if place not in undecided and (place not in best or ratios[number] < ratios[best[place]]):
                 best[place] = number
         chosen = list(best.values())
-        self._is_wrong |= not self._errors.add(LOSS_GRADIENT, ratios[chosen], 1.0)
+        self._is_wrong |= not self._ledger.compare(LOSS_GRADIENT, ratios[chosen], 1.0)
         # Along a very short direction the derivative is rounding error.
         shown = [number for number in chosen if float(along[number].square().sum()) > 1e-4]
         if shown:

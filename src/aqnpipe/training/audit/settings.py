@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from trl import GRPOConfig
 
-from aqnpipe.artifacts.training_facts import expected_settings, setting_problems
+from aqnpipe.artifacts.training_facts import SETTINGS
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.adapters import adapted_modules
 from aqnpipe.models.allowed_keys import load_config
 from aqnpipe.models.layout import dropout_rates
+from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.policy import autocast_dtype
 
 _WITHOUT_EFFECT = frozenset(
@@ -35,12 +36,11 @@ _WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 """Arguments that name places or how progress is shown, and those that are compared elsewhere."""
 
-_TRAINER_ATTRIBUTES = {"epsilon_low": "epsilon", "epsilon_high": "epsilon"}
-"""Attributes of the trainer by the argument that they come from, where the names differ."""
-
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 
-_FIXED_ATTRIBUTES = {
+_FIXED = {
+    # Problems are judged, and the receipt so far is checked, when a step is logged.
+    "logging_steps": 1,
     "top_entropy_quantile": 1.0,
     "off_policy_mask_threshold": None,
     "entropy_coef": 0.0,
@@ -49,61 +49,103 @@ _FIXED_ATTRIBUTES = {
     "tools": None,
     "rollout_func": None,
 }
+"""Attributes and arguments of the trainer that are the same in all studies."""
 
+_FLAGS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+"""Settings of AdamW that are no numbers."""
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 """Names of norms and biases, which have no weight decay; nor has any `nn.LayerNorm`."""
 
 
-def held_settings(trainer: Any, spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:
-    """Return the settings of the study as the trainer holds them: its attributes, or else its arguments."""
-    found = {}
-    for name in expected_settings(spec):
-        holder = trainer if hasattr(trainer, name) else trainer.args
-        found[name] = _plain(getattr(holder, name))
-    return found
+def check_trainer(trainer: Any, spec: TrainingSpec, ledger: Ledger) -> None:
+    """Compare the settings that the trainer holds with the study's, all others with TRL's defaults."""
+    expected = {**expected_settings(spec), **_correction(spec), **_FIXED}
+    arguments = {**_defaults(trainer.args), **expected}
+    held = {name: (_plain(getattr(trainer.args, name, value)), value) for name, value in arguments.items()}
+    ledger.require(SETTINGS, "the trainer's", held)
+    clip, variable = spec.training.clip_ratio, f" (set by {_PRECISION})" if _PRECISION in os.environ else ""
+    in_effect = {name: (_plain(getattr(trainer, name, value)), value) for name, value in expected.items()} | {
+        "epsilon_low": (trainer.epsilon_low, clip),
+        "epsilon_high": (trainer.epsilon_high, clip),
+        "loss_scale": (trainer.loss_scale, spec.loss_scale),
+        "use_vllm": (trainer.use_vllm, spec.arm.importance_sampling is not None),
+        "reward_weights": ([float(weight) for weight in trainer.reward_weights], [1.0]),
+        f"mixed precision{variable}": (
+            trainer.accelerator.mixed_precision,
+            "bf16" if autocast_dtype(spec) == torch.bfloat16 else "no",
+        ),
+    }
+    ledger.require(SETTINGS, "the trainer's", in_effect)
 
 
-def held_problems(trainer: Any, spec: TrainingSpec) -> Iterator[str]:
-    """Yield every setting of the trainer that is neither the study's nor TRL's default."""
-    expected = expected_settings(spec)
-    yield from setting_problems(held_settings(trainer, spec), spec)
-    for attribute, argument in _TRAINER_ATTRIBUTES.items():
-        if getattr(trainer, attribute) != expected[argument]:
-            yield f"the trainer's {attribute} is {getattr(trainer, attribute)!r}, expected {expected[argument]!r}"
-    for name, value in {**expected, **_correction(spec)}.items():
-        if _plain(getattr(trainer.args, name)) != value:
-            yield f"the trainer's {name} is {getattr(trainer.args, name)!r}, the study asks for {value!r}"
-        elif _plain(getattr(trainer, name, value)) != value:
-            yield f"the trainer's {name} is {getattr(trainer, name)!r}, the study asks for {value!r}"
-    for name, value in _FIXED_ATTRIBUTES.items():
-        if getattr(trainer, name, value) not in (value, [] if value is None else value):
-            yield f"the trainer's {name} is {getattr(trainer, name)!r}, the study asks for {value!r}"
-    precision = "bf16" if autocast_dtype(spec) == torch.bfloat16 else "no"
-    held = trainer.accelerator.mixed_precision
-    if held != precision:
-        variable = ", set by the environment variable ACCELERATE_MIXED_PRECISION" if _PRECISION in os.environ else ""
-        yield f"the trainer's mixed precision is {held}{variable}, the study asks for {precision}"
-    if trainer.loss_scale != spec.loss_scale:
-        yield f"the trainer multiplies the loss by {trainer.loss_scale}, the study asks for {spec.loss_scale}"
-    if trainer.use_vllm != (spec.arm.importance_sampling is not None):
-        yield f"the trainer's importance sampling correction is {trainer.use_vllm}, the arm asks for the opposite"
-    if [float(weight) for weight in trainer.reward_weights] != [1.0]:
-        yield f"rewards are weighted by {trainer.reward_weights.tolist()}, the study asks for one reward of weight 1"
-    if trainer.args.logging_steps != 1:
-        # Problems are judged, and the receipt so far is checked, when a step is logged.
-        yield f"the trainer's logging_steps is {trainer.args.logging_steps!r}, expected 1"
-    yield from _other_arguments(trainer.args, {"logging_steps", *expected, *_WITHOUT_EFFECT})
+def check_optimizer(
+    optimizer: torch.optim.Optimizer,
+    spec: TrainingSpec,
+    decays: Mapping[str, tuple[nn.Parameter, float]],
+    ledger: Ledger,
+) -> None:
+    """Compare the settings of the optimiser; `decays`: each trained weight with its weight decay, by name."""
+    training, groups = spec.training, [group for group in optimizer.param_groups if group["params"]]
+    settings: dict[str, tuple[Any, Any]] = {"kind": (type(optimizer).__name__, "AdamW")}
+    for name, value in {"betas": (training.adam_beta1, training.adam_beta2), "eps": 1e-8, **_FLAGS}.items():
+        others = [found for group in groups if (found := group.get(name, _FLAGS.get(name))) != value]
+        settings[name] = (others[0] if others else value, value)
+    ledger.require(SETTINGS, "the optimiser's", settings)
+    held = {id(weight): float(group["weight_decay"]) for group in groups for weight in group["params"]}
+    of_weights = {name: (held.get(id(weight), decay), decay) for name, (weight, decay) in decays.items()}
+    ledger.require(SETTINGS, "the weight decay of", of_weights)
 
 
-def dropout_problems(model: nn.Module, spec: TrainingSpec, model_folder: Path) -> Iterator[str]:
-    """Yield every dropout rate of `model` that neither its own configuration nor the study's adapters ask for."""
+def expected_settings(spec: TrainingSpec) -> dict[str, str | int | float | bool | None]:
+    """Return the settings of TRL's trainer that `spec` asks for, by the names of TRL's arguments."""
+    training = spec.training
+    correction = spec.arm.importance_sampling
+    sequences = training.sequences_per_step // training.num_workers
+    rows = training.micro_batch_size or sequences
+    return {
+        "max_steps": spec.num_steps,
+        "learning_rate": training.learning_rate,
+        "lr_scheduler_type": {"constant": "constant_with_warmup", "linear": "linear"}[training.learning_rate_schedule],
+        "warmup_steps": training.warmup_steps,
+        "weight_decay": training.weight_decay,
+        "adam_beta1": training.adam_beta1,
+        "adam_beta2": training.adam_beta2,
+        "max_grad_norm": training.max_grad_norm,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": sequences // rows,
+        "steps_per_generation": sequences // rows * training.steps_per_rollout,
+        "num_generations": training.rollouts_per_prompt,
+        "num_iterations": 1,
+        "max_completion_length": training.max_response_tokens,
+        "temperature": training.temperature,
+        "beta": training.kl_coefficient,
+        "epsilon": training.clip_ratio,
+        # Where the study sets none, the audit expects TRL's default, which is none.
+        **({} if training.clip_ratio_c is None else {"delta": training.clip_ratio_c}),
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "importance_sampling_level": "token",
+        "use_bias_correction_kl": False,
+        "router_aux_loss_coef": 0.0,
+        "mask_truncated_completions": False,
+        "shuffle_dataset": True,
+        "vllm_importance_sampling_correction": correction is not None,
+        "seed": spec.random_seed,
+        "bf16": spec.training.lora is None and spec.dtype not in ("float16", training.weights_dtype),
+        "gradient_checkpointing": training.gradient_checkpointing,
+    }
+
+
+def check_dropout(model: nn.Module, spec: TrainingSpec, model_folder: Path, ledger: Ledger) -> None:
+    """Report a dropout rate of `model` that neither its own configuration nor the study's adapters ask for."""
     allowed = {0.0, spec.training.lora.dropout if spec.training.lora else 0.0, *_own_dropout(model_folder)}
     for name, module in model.named_modules():
         for attribute, rate in dropout_rates(module):
             if rate not in allowed:
-                yield f"{name}: {attribute} is {rate:g}, neither the model nor the study has this dropout"
-                return
+                return ledger.report(
+                    f"{name}: {attribute} is {rate:g}, neither the model nor the study has this dropout"
+                )
 
 
 @cache
@@ -127,37 +169,23 @@ def weight_decays(model: nn.Module, decay: float) -> dict[str, float]:
     }
 
 
-def decay_problems(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], decays: Mapping[str, float]
-) -> Iterator[str]:
-    """Yield the first weight that `optimizer` decays by another factor than `decays` has for it."""
-    found = {id(weight): float(group["weight_decay"]) for group in optimizer.param_groups for weight in group["params"]}
-    for name, weight in trained.items():
-        if found.get(id(weight), decays[name]) != decays[name]:
-            yield f"the weight decay of {name} is {found[id(weight)]:g}, the study asks for {decays[name]:g}"
-            return
+def check_trainable(model: nn.Module, spec: TrainingSpec, ledger: Ledger) -> None:
+    """Compare which weights are trained: adapters if there are any, else all."""
+    words = {True: "trained", False: "frozen"}
+    weights = {
+        name: (words[weight.requires_grad], words["lora_" in name or spec.training.lora is None])
+        for name, weight in model.named_parameters()
+    }
+    ledger.require(SETTINGS, "the weight", weights)
 
 
-def trainable_problems(model: nn.Module, spec: TrainingSpec) -> Iterator[str]:
-    """Yield every weight that is frozen and should be trained, or the reverse."""
-    for name, weight in model.named_parameters():
-        is_trained = "lora_" in name if spec.training.lora else True
-        if weight.requires_grad != is_trained:
-            yield f"{name} is {'frozen' if is_trained else 'trained'}, the study asks for the opposite"
-            return
-
-
-def adapter_facts(model: nn.Module) -> dict[str, int | float]:
-    """Return rank and scale of the low-rank adapters of `model`; nothing if it has none. NaN where they differ."""
-    layers = adapted_modules(model).values()
+def check_adapters(model: nn.Module, spec: TrainingSpec, ledger: Ledger) -> None:
+    """Compare rank and scale of the low-rank adapters of `model`."""
+    lora, layers = spec.training.lora, adapted_modules(model).values()
     ranks = {int(rank) for layer in layers for rank in layer.r.values()}
     scales = {float(scale) for layer in layers for scale in layer.scaling.values()}
-    if not layers:
-        return {}
-    return {
-        "rank": ranks.pop() if len(ranks) == 1 else -1,
-        "scale": scales.pop() if len(scales) == 1 else float("nan"),
-    }
+    wanted = ({lora.rank}, {lora.alpha / lora.rank}) if lora else (set(), set())
+    ledger.require(SETTINGS, "the adapters'", {"rank": (ranks, wanted[0]), "scale": (scales, wanted[1])})
 
 
 def _correction(spec: TrainingSpec) -> Mapping[str, str | float | None]:
@@ -171,16 +199,16 @@ def _correction(spec: TrainingSpec) -> Mapping[str, str | float | None]:
     }
 
 
-def _other_arguments(arguments: GRPOConfig, known: set[str]) -> Iterator[str]:
-    for field in dataclasses.fields(arguments):
-        if field.name in known or field.name.startswith("hub_") or field.name.startswith("_"):
-            continue
-        factory = field.default_factory
-        default = field.default if factory is dataclasses.MISSING else factory()
-        value = getattr(arguments, field.name)
-        if _plain(value) != _plain(default):
-            yield f"the trainer's {field.name} is {value!r}, the study does not set it and TRL's default is {default!r}"
+def _defaults(arguments: GRPOConfig) -> dict[str, Any]:
+    """Return TRL's default of every argument that has an effect."""
+    fields = [field for field in dataclasses.fields(arguments) if not field.name.startswith(("hub_", "_"))]
+    return {
+        field.name: _plain(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
+        for field in fields
+        if field.name not in _WITHOUT_EFFECT
+    }
 
 
 def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value
+    """Return a setting for comparisons: a list without elements is none."""
+    return value.value if isinstance(value, enum.Enum) else None if value == [] else value

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from aqnpipe.artifacts.training_facts import (
     CLIPPING,
     CONTINUITY,
+    RATES,
     STEP_GRADIENT,
-    ConstantRate,
-    learning_rate_problem,
+    expected_learning_rate,
 )
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.sharding import gathered_weights
 from aqnpipe.models.shares import is_sharded, is_share, local
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
-from aqnpipe.training.audit.measure import ElementSample, Errors, rounding_of
-from aqnpipe.training.audit.settings import decay_problems, weight_decays
+from aqnpipe.training.audit.measure import ElementSample, Ledger, rounding_of
+from aqnpipe.training.audit.settings import check_optimizer, weight_decays
 from aqnpipe.training.ranks import gathered
 
 _FOLLOWED = 24
@@ -34,46 +34,33 @@ _FOLLOWED = 24
 _NORM_ERROR = 2e-3
 """Relative error of a gradient norm that the trainer sums in float32, or in bfloat16 for weights in bfloat16."""
 
-_FLAGS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
-"""Settings of AdamW that are no numbers."""
+_RATE_ERROR = 1e-9
+"""Relative error of a learning rate: both sides compute it in float64."""
 
 
 class Updates:
     """Observes every update of one optimiser."""
 
-    def __init__(self, spec: TrainingSpec, model: nn.Module, errors: Errors, report: Callable[[str], None]) -> None:
-        self.steps = 0
-        self.settings: dict[str, str | float] = {}
-        self.rates: list[ConstantRate] = []
+    def __init__(self, spec: TrainingSpec, model: nn.Module, ledger: Ledger, is_audited: Callable[[int], bool]) -> None:
         self._spec = spec
         self._model = model
-        self._errors = errors
-        self._report = report
+        self._ledger = ledger
+        self._report = ledger.report
         self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._decays = weight_decays(model, spec.training.weight_decay)
+        decays = weight_decays(model, spec.training.weight_decay)
+        self._decays = {name: (weight, decays[name]) for name, weight in self._trained.items()}
         shapes = {name: weight.shape for name, weight in self._trained.items()}
         seed = derive_seed(spec.random_seed, "audit of updates")
         self._followed = ElementSample.draw(shapes, seed, 1, names=_FOLLOWED)
-        self._last: list[list[float]] = []
         self._summed = torch.zeros(len(self._followed.elements), dtype=torch.float64)
         self._sizes = torch.zeros_like(self._summed)
         self._passes = [0] * len(self._followed.elements)
         self.arrived: list[tuple[int, Tensor]] = []
         self._depth = 0
-        self._is_audited: Callable[[int], bool] = lambda step: True
-
-    @property
-    def last_values(self) -> list[list[float]]:
-        """Weights and moments of the followed elements after the last update."""
-        return self._last
-
-    def restore(self, steps: int, rates: tuple[ConstantRate, ...], last: list[list[float]]) -> None:
-        """Continue after `steps` updates."""
-        self.steps, self.rates, self._last = steps, list(rates), last
-
-    def attach(self, optimizer: torch.optim.Optimizer, is_audited: Callable[[int], bool]) -> None:
-        """Observe `optimizer` and the gradients of the followed elements from now on."""
         self._is_audited = is_audited
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Observe `optimizer` and the gradients of the followed elements from now on."""
         held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         for name, weight in self._trained.items():
             if id(weight) not in held:
@@ -82,7 +69,7 @@ class Updates:
             # The gradients of a sharded weight arrive at the gathered one, whose object FSDP keeps.
             arriving = dict(self._model.named_parameters())
             for place, element in enumerate(self._followed.elements):
-                arriving[element.name].register_hook(self._gradient_hook(place, element.index))
+                arriving[element.name].register_hook(self._gradient_hook(place, element.place))
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
 
@@ -110,65 +97,40 @@ class Updates:
         self._depth += 1
         if self._depth > 1:
             return
-        step = self.steps + 1
+        step = self._ledger.steps + 1
         self.end_micro_batch()
-        self._note_rates(optimizer, step)
-        if self._is_audited(step):
-            for problem in decay_problems(optimizer, self._trained, self._decays):
-                self._report(f"step {step}: {problem}")
-        if len(self._last) == 3:
+        self._check_rates(optimizer, step)
+        check_optimizer(optimizer, self._spec, self._decays, self._ledger)
+        if len(self._ledger.last_values) == 3:
             before = self._moments(optimizer)
-            changed = before - torch.tensor(self._last, dtype=torch.float64)
-            if not self._errors.add(CONTINUITY, changed, 1e-300):
+            changed = before - torch.tensor(self._ledger.last_values, dtype=torch.float64)
+            if not self._ledger.compare(CONTINUITY, changed, 1e-300):
                 self._report(self._discontinuity(changed, step))
-        elif self.steps == 0:
-            self._errors.add(CONTINUITY, self._moments(optimizer)[1:], 1e-300)
+        elif self._ledger.steps == 0:
+            self._ledger.compare(CONTINUITY, self._moments(optimizer)[1:], 1e-300)
         self._check_gradients(step)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
-        self.steps += 1
+        self._ledger.steps += 1
         with unobserved():
             # Weights without a gradient, such as those of an expert that got no token, have fewer updates.
             counts = [state["step"] for state in optimizer.state.values() if "step" in state]
             counted = int(torch.stack(counts).max()) if counts else 0
-        if counted != self.steps:
-            self._report(f"update {self.steps} changed no weight: the optimiser counts {counted} updates")
-        self._last = self._moments(optimizer).tolist()
+        if counted != self._ledger.steps:
+            self._report(f"update {self._ledger.steps} changed no weight: the optimiser counts {counted} updates")
+        self._ledger.last_values = self._moments(optimizer).tolist()
 
-    def _note_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        groups = optimizer.param_groups
-        rates = sorted({float(group["lr"]) for group in groups if group["params"]})
-        for rate in rates:
-            problem = learning_rate_problem(self._spec, step, rate)
-            if problem is not None:
-                self._report(problem)
-        last = self.rates[-1] if self.rates else None
-        if last is not None and last.learning_rate == rates[-1]:
-            self.rates[-1] = ConstantRate(learning_rate=rates[-1], steps=last.steps + 1)
-        else:
-            self.rates.append(ConstantRate(learning_rate=rates[-1], steps=1))
-        decays = {
-            float(group["weight_decay"])
-            for group in groups
-            if any(weight.ndim > 1 for weight in group["params"])
-        }  # fmt: skip
-        betas = {tuple(group["betas"]) for group in groups if "betas" in group}
-        (beta1, beta2), *others = sorted(betas) or [(math.nan, math.nan)]
-        if others or len(decays) > 1:
-            self._report(f"groups of the optimiser have different settings: betas {sorted(betas)}, decays {decays}")
-        for name, value in _FLAGS.items():
-            if any(group.get(name, value) != value for group in groups):
-                self._report(f"the optimiser's {name} is {not value}, the study asks for {value}")
-        self.settings = {
-            "kind": type(optimizer).__name__,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": max(decays, default=0.0),
-            "epsilon": max((float(group.get("eps", math.nan)) for group in groups), default=math.nan),
-        }
+    def _check_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Compare the learning rates of all groups with the study's schedule."""
+        expected = expected_learning_rate(self._spec, step)
+        rates = sorted({float(group["lr"]) for group in optimizer.param_groups if group["params"]})
+        wrong = [rate for rate in rates if abs(rate - expected) > _RATE_ERROR * max(abs(rate), abs(expected))]
+        self._ledger.note(RATES, 1, 2.0 if wrong else 0.0)
+        for rate in wrong:
+            self._report(f"learning rate {rate:.6g} at step {step}, the study's schedule gives {expected:.6g}")
 
     def _check_gradients(self, step: int) -> None:
         """Compare the gradient that the optimiser gets with the sum over micro-batches and the mean over workers."""
@@ -191,9 +153,11 @@ class Updates:
         slack = self._factor_slack(summed, sizes, max(passes))
         dtypes = {weight.dtype for weight in self._trained.values()}
         rounding = 100 * max(map(rounding_of, dtypes)) if torch.bfloat16 not in dtypes else 0.05
-        correct = self._errors.add(STEP_GRADIENT, used - factor * summed, rounding * sizes * max(factor, 1e-30) + 1e-30)
+        correct = self._ledger.compare(
+            STEP_GRADIENT, used - factor * summed, rounding * sizes * max(factor, 1e-30) + 1e-30
+        )
         if not correct or factor > 1 + slack or factor <= 0:
-            self._report(self._gradient_cause(used, summed, factor, slack, step))
+            self._report(self._gradient_cause(summed, factor, slack, step))
         elif audited:
             self._check_clipping(factor if squares > 0 else 1.0, slack, step)
 
@@ -234,7 +198,7 @@ class Updates:
         error = abs(norm - limit) if is_clipped else max(0.0, norm - limit)
         # In bfloat16 the factor itself is rounded to two digits.
         allowed = 2 * _NORM_ERROR + 2 * max(rounding_of(weight.dtype) for weight in self._trained.values())
-        if not self._errors.add(CLIPPING, torch.tensor([error]), allowed * limit):
+        if not self._ledger.compare(CLIPPING, torch.tensor([error]), allowed * limit):
             self._report(
                 f"gradient clipping: norm {norm:.4g} after a scaling by {factor:.4g} in step {step}, the study asks "
                 f"for at most {limit:g}"
@@ -257,20 +221,11 @@ class Updates:
         cause = ": AQN noise was not taken off" if self._spec.arm.aqn and any("norm" in name for name in names) else ""
         return f"{what} changed between step {step - 1} and step {step}, outside the optimiser ({names[0]}){cause}"
 
-    def _gradient_cause(self, used: Tensor, summed: Tensor, factor: float, slack: float, step: int) -> str:
-        if not summed.any():
-            return f"the optimiser got a gradient in step {step} that no micro-batch computed (not set to zero before?)"
-        if not used.any():
-            return f"the optimiser got no gradient in step {step}: set to zero after the backward pass"
-        if factor > 1 + slack:
-            return (
-                f"the optimiser's gradient in step {step} is {factor:.4g} times the sum of its micro-batches: not set "
-                "to zero before the step, or scaled"
-            )
-        return (
-            f"the optimiser's gradient in step {step} is not the sum of its micro-batches: gradients of another step "
-            "remained, or some were lost"
-        )
+    def _gradient_cause(self, summed: Tensor, factor: float, slack: float, step: int) -> str:
+        what = f"the optimiser's gradient in step {step} is"
+        if summed.any() and factor > 1 + slack:
+            return f"{what} {factor:.4g} times the sum of its micro-batches: not set to zero before the step, or scaled"
+        return f"{what} not the sum of its micro-batches: gradients of another step remained, or some were lost"
 
 
 def _squares(gradients: list[Tensor]) -> float:

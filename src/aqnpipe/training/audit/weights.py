@@ -1,23 +1,20 @@
 """Audit of weights: before training, of the reference, of all workers, and in the checkpoints."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from aqnpipe.artifacts.training_facts import INITIAL, REFERENCE
 from aqnpipe.models.adapters import adapted_modules
-from aqnpipe.models.loading import stored_weights
-from aqnpipe.models.shares import is_sharded, local, own_share
-from aqnpipe.models.verification import as_stored
+from aqnpipe.models.shares import local, own_share
+from aqnpipe.models.verification import name_in_files, weights_and_files
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
-from aqnpipe.training.audit.measure import Element, ElementSample, Errors
+from aqnpipe.training.audit.measure import ElementSample, Ledger
 
 _EXACT = 1e-300
-_BASE = ".base_layer."
 
 
 class WeightAudit:
@@ -26,47 +23,27 @@ class WeightAudit:
     Create it before a resume point is loaded. `folder` is the prepared model.
     """
 
-    def __init__(
-        self, model: nn.Module, folder: Path, seed: int, errors: Errors, report: Callable[[str], None]
-    ) -> None:
-        self._errors = errors
-        self._report = report
+    def __init__(self, model: nn.Module, folder: Path, seed: int, ledger: Ledger) -> None:
+        self._model = model
+        self._ledger = ledger
+        self._report = ledger.report
         weights = dict(model.named_parameters())
-        shapes = {name.replace(_BASE, "."): weight.shape for name, weight in weights.items() if "lora_" not in name}
+        shapes = {name: weight.shape for name, weight in weights.items()}
         self._sample = ElementSample.draw(shapes, derive_seed(seed, "audit of weights"), 2)
-        self._initial = self._sample.read(_tensors_of(model))
-        self._whole = ElementSample.draw(
-            {name: weight.shape for name, weight in weights.items()}, derive_seed(seed, "audit of workers"), 2
-        )
-        self._check_initial(model, folder)
-        self._frozen = [not weights[_own_name(weights, e.name)].requires_grad for e in self._sample.elements]
+        self._initial = self._sample.read(weights.get)
+        self._trained = {
+            name_in_files(name): weight.numel() for name, weight in weights.items() if weight.requires_grad
+        }
+        held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        self._held = {name_in_files(name) for name, _ in held}
+        self._check_initial(weights, folder)
 
-    def _check_initial(self, model: nn.Module, folder: Path) -> None:
+    def _check_initial(self, weights: dict[str, nn.Parameter], folder: Path) -> None:
         """Compare the weights in memory with the files of the prepared model; adapters must begin without effect."""
-        stored: dict[Element, float] = {}
-        weights = dict(model.named_parameters())
-        own = {name.replace(_BASE, "."): weight for name, weight in weights.items() if "lora_" not in name}
-        with stored_weights(folder) as files:
-            for element in self._sample.elements:
-                if element.name in files:
-                    file = files[element.name]
-                    ranges = tuple(slice(place, place + 1) for place in element.index)
-                    value = file.get_slice(element.name)[ranges] if ranges else file.get_tensor(element.name)
-                    stored[element] = float(value.to(own[element.name].dtype).double().reshape(()))
-            renamed = {
-                name: _equal(tensor, files[name].get_tensor(name).to(tensor.dtype))
-                for name, tensor in as_stored(model, own, files.keys())
-            }
-        pairs = [
-            (value, stored[element], element)
-            for element, value in zip(self._sample.elements, self._initial.tolist(), strict=True)
-            if element in stored
-        ]
-        wrong = [element.name for value, wanted, element in pairs if value != wanted]
-        wrong += [name for name, is_equal in renamed.items() if not is_equal]
-        self._errors.note(INITIAL, len(pairs) + len(renamed), 0.0 if not wrong else 1e9)
+        compared, wrong = _compared(self._model, folder)
+        self._ledger.note(INITIAL, sum(compared.values()), 1e9 if wrong else 0.0)
         if wrong:
-            self._report(f"{wrong[0]} before training is not the weight of the prepared model")
+            self._report(f"{wrong} before training is not the weight of the prepared model")
         for name, weight in weights.items():
             if "lora_B" in name and bool(local(weight.detach()).any()):
                 self._report(f"{name} is not 0 before training: the policy does not begin as the prepared model")
@@ -74,62 +51,37 @@ class WeightAudit:
 
     def check_reference(self, model: nn.Module) -> None:
         """Compare a model that computes for the reference with the weights before training."""
-        found = self._sample.read(_tensors_of(model))
         weights = dict(model.named_parameters())
-        wanted = torch.tensor(
-            [
-                float(torch.tensor(value, dtype=torch.float64).to(weights[_own_name(weights, e.name)].dtype))
-                for e, value in zip(self._sample.elements, self._initial.tolist(), strict=True)
-            ],
-            dtype=torch.float64,
-        )
-        if not self._errors.add(REFERENCE, found - wanted, _EXACT):
+        # Adapters are the policy's, and are switched off.
+        kept = torch.tensor(["lora_" not in element.name for element in self._sample.elements])
+        formats = [weights[element.name].dtype for element in self._sample.elements]
+        initial = zip(self._initial, formats, strict=True)
+        rounded = torch.stack([value.to(number_format).double() for value, number_format in initial])
+        if not self._ledger.compare(REFERENCE, (self._sample.read(weights.get) - rounded)[kept], _EXACT):
             self._report("the reference model has other weights than the model before training")
 
-    def check_frozen(self, model: nn.Module) -> None:
-        """Compare weights that the study does not train with those before training."""
-        found = self._sample.read(_tensors_of(model))
-        for element, before, now, is_frozen in zip(
-            self._sample.elements, self._initial.tolist(), found.tolist(), self._frozen, strict=True
-        ):
-            if is_frozen and before != now:
+    def check_frozen(self) -> str:
+        """Compare weights that the study does not train with those before training; return a digest of all samples."""
+        found = self._sample.read(dict(self._model.named_parameters()).get)
+        changed = (found != self._initial).tolist()
+        for element, is_changed in zip(self._sample.elements, changed, strict=True):
+            if is_changed and name_in_files(element.name) not in self._trained:
                 self._report(f"{element.name} is not trained by the study and has changed")
-                return
+                break
+        return hashlib.sha256(found.numpy().tobytes()).hexdigest()
 
-    def digest(self, model: nn.Module) -> str:
-        """Return a digest of sampled weights, the same on all workers if their weights are."""
-        weights = dict(model.named_parameters())
-        values = self._whole.read(lambda name: weights[name])
-        return hashlib.sha256(values.numpy().tobytes()).hexdigest()
-
-    def check_checkpoint(self, model: nn.Module, folder: Path, step: int) -> bool:
+    def check_checkpoint(self, folder: Path, step: int) -> bool:
         """Compare the weights of a checkpoint with those in memory; return whether they are the same."""
-        # The state dict of a sharded model would free gathered weights.
-        own = (
-            dict([*model.named_parameters(), *model.named_buffers()]) if is_sharded(model) else dict(model.state_dict())
-        )
-        trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
-        compared, problem = 0, ""
-        with stored_weights(folder) as files:
-            known = {name if name in own else _adapter_name(name): name for name in files}
-            for name in known.keys() & own.keys():
-                stored = files[known[name]].get_tensor(known[name])
-                compared += stored.numel() if name in trained else 0
-                # Each worker compares its own share of a sharded model.
-                if not _equal(own_share(model, name, own[name]), own_share(model, name, stored)):
-                    problem = problem or known[name]
-            # In the same order on every worker, because shares are gathered.
-            others = {name: own[name] for name in trained if name not in known}
-            for name, tensor in as_stored(model, others, files):
-                compared += tensor.numel()
-                if not _equal(tensor, files[name].get_tensor(name)):
-                    problem = problem or name
-        if problem:
-            self._report(f"{problem} in the checkpoint of step {step} is not the weight in memory after step {step}")
-        elif compared != sum(trained.values()):
-            self._report(f"the checkpoint of step {step} has {compared} of {sum(trained.values())} trained values")
-            problem = "incomplete"
-        return not problem
+        compared, wrong = _compared(self._model, folder)
+        total = sum(self._trained.values())
+        # A weight that the loader fused has several names in the files.
+        found = sum(count for name, count in compared.items() if name in self._trained or name not in self._held)
+        if wrong:
+            self._report(f"{wrong} in the checkpoint of step {step} is not the weight in memory after step {step}")
+        elif found != total:
+            self._report(f"the checkpoint of step {step} has {found} of {total} trained values")
+            wrong = "incomplete"
+        return not wrong
 
 
 def adapters_are_off(model: nn.Module) -> bool:
@@ -138,25 +90,14 @@ def adapters_are_off(model: nn.Module) -> bool:
     return bool(layers) and all(layer.disable_adapters for layer in layers)
 
 
-def _equal(memory: Tensor, stored: Tensor) -> bool:
+def _compared(model: nn.Module, folder: Path) -> tuple[dict[str, int], str]:
+    """Return how many values of each weight the files in `folder` have, and the name of one with other values."""
+    compared, wrong = {}, ""
     with unobserved():
-        return memory.shape == stored.shape and torch.equal(memory.detach().cpu().to(stored.dtype), stored)
-
-
-def _tensors_of(model: nn.Module) -> Callable[[str], Tensor | None]:
-    weights = dict(model.named_parameters())
-    return lambda name: weights[_own_name(weights, name)]
-
-
-def _own_name(weights: dict[str, nn.Parameter], name: str) -> str:
-    """Return the name of a plain weight in a model that may have adapters."""
-    if name in weights:
-        return name
-    owner, _, last = name.rpartition(".")
-    return f"{owner}{_BASE}{last}"
-
-
-def _adapter_name(name: str) -> str:
-    """Return the name in memory of an adapter's matrix, from its name in a checkpoint."""
-    owner, _, last = name.rpartition(".")
-    return f"{owner}.default.{last}"
+        for name, mine, stored in weights_and_files(model, folder):
+            compared[name] = stored.numel()
+            # Each worker compares its own share of a sharded model.
+            memory, file = own_share(model, name, mine).cpu(), own_share(model, name, stored)
+            if memory.shape != file.shape or not torch.equal(memory, file.to(memory.dtype)):
+                wrong = wrong or name
+    return compared, wrong
