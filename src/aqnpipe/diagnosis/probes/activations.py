@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.probes.patterns import selection, selection_weight
+from aqnpipe.diagnosis.probes.patterns import Selection, selection
 from aqnpipe.diagnosis.probes.reference import (
     FEW_ROWS,
     FLOAT32_EPS,
@@ -144,18 +144,12 @@ def gated_sweep(
     bits = min(mantissa_bits(dtype), PRODUCT_BITS)
     factors = full_mantissas((len(numbers), _NUM_FACTORS), bits, generator).to(dtype) / 2
     x = torch.cat([factors, numbers], dim=1)
-    chosen, signs = selection(rows, width, skip=_NUM_FACTORS)
-    copied = torch.arange(rows) % _NUM_FACTORS
-    ones = torch.ones_like(signs)
-    if len(replaced) == 1:
-        weights = [
-            (replaced[0].weight, selection_weight(torch.cat([chosen, copied]), ones.repeat(2), replaced[0].weight))
-        ]
-    else:
-        weights = [
-            (module.weight, selection_weight(columns, ones, module.weight))
-            for module, columns in zip(replaced, (chosen, copied), strict=True)
-        ]
+    chosen = [selection(rows, width, skip=_NUM_FACTORS).chosen, torch.arange(rows) % _NUM_FACTORS]
+    halves = chosen if len(replaced) == 2 else [torch.cat(chosen)]
+    weights = [
+        (module.weight, Selection(columns, torch.ones(len(columns))).weight(module.weight))
+        for module, columns in zip(replaced, halves, strict=True)
+    ]
     weights += [pair for module in replaced for pair in zero_bias(module)]
     fed: list[Tensor] = []
     checks = []

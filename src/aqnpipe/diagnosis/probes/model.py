@@ -31,7 +31,7 @@ from aqnpipe.diagnosis.probes.linears import (
     SMALL,
     SMALL_OF_GRADIENTS,
     probe_gradients,
-    probe_shape,
+    probe_shapes,
     rows_of_layer,
 )
 from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
@@ -153,8 +153,7 @@ def _checks_of_layer(
         checks += gradients
         if len({check.site for check in gradients}) < 2:
             gaps.setdefault((f"gradients of {name}", _NO_GRADIENT), []).append(index)
-        for rows in rows_of_layer(index, num_layers, seed):
-            checks.append(probe_shape(name, linear, index, rows, generator))
+        checks += probe_shapes(name, linear, index, rows_of_layer(index, num_layers, seed), generator)
     return checks + (_mixture_checks(model, index, sites, generator, gaps) if is_known(model) else [])
 
 

@@ -138,8 +138,7 @@ class OuterModulesObserver:
         """
         pairs: list[tuple[Tensor, Tensor]] = []
         if isinstance(head, nn.Linear):
-            chosen, signs = selection(head.out_features, head.in_features)
-            pairs = list(selecting_weights(head, chosen, signs))
+            pairs = list(selecting_weights(head, selection(head.out_features, head.in_features)))
 
         def enter(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self._watch(OUTSIDE_LAYERS, FINAL_NORM, args[0])
