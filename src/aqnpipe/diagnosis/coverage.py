@@ -9,7 +9,7 @@ from torch import nn
 
 from aqnpipe.artifacts.diagnoses import Untested
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check
-from aqnpipe.diagnosis.probes.outer_modules_in_sequences import FINITE
+from aqnpipe.diagnosis.probes.flow import FINITE
 from aqnpipe.diagnosis.probes.patterns import ProbeInputs
 from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import LayerSites

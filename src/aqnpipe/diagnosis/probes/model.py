@@ -25,6 +25,7 @@ from aqnpipe.diagnosis.probes.experts import (
     probe_router,
     router_of,
 )
+from aqnpipe.diagnosis.probes.flow import FINITE, is_known, model_type
 from aqnpipe.diagnosis.probes.linears import (
     LARGE,
     LARGE_OF_GRADIENTS,
@@ -36,11 +37,10 @@ from aqnpipe.diagnosis.probes.linears import (
 )
 from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.probes.outer_modules import EMBEDDING_GRADIENT, probe_outer_modules
-from aqnpipe.diagnosis.probes.outer_modules_in_sequences import FINITE
 from aqnpipe.diagnosis.probes.reference import FEW_ROWS
 from aqnpipe.diagnosis.probes.repeats import Part
 from aqnpipe.diagnosis.probes.rotary import SITE as ROTARY_SITE
-from aqnpipe.diagnosis.probes.sequences import is_known, long_batch, longest_sequence, model_type, probe_sequences
+from aqnpipe.diagnosis.probes.sequences import long_batch, longest_sequence, probe_sequences
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
