@@ -28,15 +28,13 @@ from aqnpipe.diagnosis.probes.reference import (
     PRODUCT_BITS,
     full_mantissas,
     mantissa_bits,
+    opening_of,
     substituted,
 )
 from aqnpipe.error_bounds import TWO_ROUNDINGS, few_roundings
 
 EXPERT_SITE = "experts"
 
-_OPENING = {torch.float16: 16.0}
-_WIDE_OPENING = 128.0
-"""Gate at which silu and gelu are the identity."""
 _TOKENS_PER_EXPERT = 8
 _SHARE_BITS = 8
 _BLOCK = 4
@@ -149,7 +147,7 @@ def _accumulator_check(
 ) -> Check:
     """Run every expert on tokens `x` with the up projection `weight` and compare with `answer`, of one expert each."""
     gate_up, own = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
-    opening = _OPENING.get(own.dtype, _WIDE_OPENING)
+    opening = opening_of(own.dtype)
     shown = torch.zeros(gate_up.shape[1:], dtype=torch.float64)
     shown[: len(weight), 0] = opening
     shown[len(weight) :, _BLOCK:] = weight / opening
@@ -216,7 +214,7 @@ def _drawn_shares(num_tokens: int, top_k: int, generator: torch.Generator) -> Te
 
 def _gate_and_up(chosen: Selection, like: Tensor) -> Tensor:
     """Return the weight [gate and up, hidden] of an expert whose gate is constant, like one of those of `like`."""
-    opening = _OPENING.get(like.dtype, _WIDE_OPENING)
+    opening = opening_of(like.dtype)
     constant = torch.full_like(chosen.factors, opening)
     both = torch.cat([torch.zeros_like(chosen.chosen), chosen.chosen])
     return Selection(both, torch.cat([constant, chosen.factors / opening])).weight(like[0])

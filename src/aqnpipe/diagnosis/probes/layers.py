@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.probes import linears
 from aqnpipe.diagnosis.probes.linears import Replacement, selecting_weights, zeroed
 from aqnpipe.diagnosis.probes.patterns import (
     NORM_INPUT_SCALE,
@@ -40,16 +39,12 @@ from aqnpipe.diagnosis.probes.patterns import (
     norm_input,
     selection,
 )
-from aqnpipe.diagnosis.probes.reference import substituted
+from aqnpipe.diagnosis.probes.reference import opening_of, substituted
 from aqnpipe.diagnosis.probes.repeats import call_layer
-from aqnpipe.diagnosis.probes.trace import Trace, tracing
+from aqnpipe.diagnosis.probes.trace import tracing
 from aqnpipe.error_bounds import few_roundings
 from aqnpipe.models.layout import weight_of
 from aqnpipe.models.sites import LayerSites
-
-_GATE = {torch.float16: 16.0}
-_WIDE_GATE = 128.0
-"""Gate value at which silu and gelu return their input exactly, because the sigmoid rounds to 1 in the dtype."""
 
 
 @dataclass
@@ -71,23 +66,6 @@ class LayerProber:
         self.attention_kwargs = trace.attention_kwargs
         attention, mlp = trace.branches
         return [self._check("identity", "layer_output", (hidden + attention) + mlp, output)]
-
-    def linear(self, name: str, inputs: ProbeInputs) -> list[Check]:
-        """Run one linear whose outputs each copy one input with a sign, and times a full mantissa."""
-        return linears.selecting(self.index, name, self.sites.linears[name], inputs)
-
-    def integer(self, name: str, inputs: ProbeInputs) -> list[Check]:
-        """Run one linear on sums of integers, sums that cancel, and its bias."""
-        module = self.sites.linears[name]
-        return [
-            *linears.summing(self.index, name, module, inputs),
-            *linears.biased(self.index, name, module, inputs),
-        ]
-
-    def monomial(self, name: str, trace: Trace) -> list[Check]:
-        """Run one linear on its real input with rows permuted and scaled."""
-        module = self.sites.linears[name]
-        return [linears.monomial(self.index, name, module, trace.inputs[name], trace.outputs[name])]
 
     def norm(self, name: str, inputs: ProbeInputs) -> list[Check]:
         """Run one norm with three turns of gains, so that every channel has the largest and the smallest output."""
@@ -136,7 +114,7 @@ class LayerProber:
         gate, up, down = (own[name] for name in ("gate_proj", "up_proj", "down_proj"))
         x = inputs.square(up.in_features).clone()
         x[..., 0] = 1.0
-        opening = _GATE.get(inputs.dtype, _WIDE_GATE)
+        opening = opening_of(inputs.dtype)
         of_gate = Selection(torch.zeros(gate.out_features, dtype=torch.long), torch.full((gate.out_features,), opening))
         of_up = selection(up.out_features, up.in_features, skip=1).times(torch.tensor(1 / opening))
         of_down = selection(down.out_features, down.in_features)

@@ -22,6 +22,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.diagnosis.capture import hooked
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.probes.patterns import (
     ProbeInputs,
@@ -33,7 +34,14 @@ from aqnpipe.diagnosis.probes.patterns import (
     selecting_product,
     selection,
 )
-from aqnpipe.diagnosis.probes.reference import mantissa_bits, on_host, operand_bits, substituted, zero_bias
+from aqnpipe.diagnosis.probes.reference import (
+    gradients_of,
+    mantissa_bits,
+    on_host,
+    operand_bits,
+    substituted,
+    zero_bias,
+)
 from aqnpipe.error_bounds import linear_bound
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
@@ -198,12 +206,8 @@ def selecting_in_model(layers: Sequence[LayerSites], record: Callable[[Check], N
             if type(module).forward is nn.Linear.forward:
                 handles.append(module.register_forward_pre_hook(enter))
                 handles.append(module.register_forward_hook(partial(leave, index, name)))
-    with shown:
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    with shown, hooked(handles):
+        yield
 
 
 def copied(probe: str, layer: int, site: str, module: nn.Linear, fed: Tensor, output: Tensor) -> Check:
@@ -284,17 +288,11 @@ def _gradients(
     x, test_weight, gradient = (
         tensor.contiguous().to(weight.device, weight.dtype) for tensor in (x, test_weight, gradient)
     )
-    with torch.enable_grad(), substituted([(weight, test_weight)]):
+    leaf = x.unsqueeze(1).requires_grad_(True)
+    with substituted([(weight, test_weight)]):
         weight.requires_grad_(True)
         try:
-            leaf = x.unsqueeze(1).requires_grad_(True)
-            output = module(leaf)
-            if not output.requires_grad:
-                return None, None
-            # The graph is kept, because a hook that keeps earlier outputs may have made it a part of a later one.
-            found = torch.autograd.grad(
-                output, (leaf, weight), gradient.unsqueeze(1), allow_unused=True, retain_graph=True
-            )
+            of_input, of_weight = gradients_of(lambda: module(leaf), (leaf, weight), gradient.unsqueeze(1))
         finally:
             weight.requires_grad_(required)
-    return None if found[0] is None else found[0].squeeze(1), found[1]
+    return None if of_input is None else of_input.squeeze(1), of_weight

@@ -7,7 +7,7 @@ from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.probes.linears import run_product
 from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.probes.patterns import accumulating_product, integer_product, selecting_product, signs
-from aqnpipe.diagnosis.probes.reference import FLOAT32_EPS, full_mantissas, mantissa_bits
+from aqnpipe.diagnosis.probes.reference import FLOAT32_EPS, full_mantissas, gradients_of, mantissa_bits
 from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.layout import decoder_layers, is_norm, output_projection
 from aqnpipe.seeding import keyed_generator
@@ -130,16 +130,12 @@ def embedding_gradients(module: nn.Module, generator: torch.Generator) -> list[C
 def _embedding_gradient(module: nn.Module, ids: Tensor, given: Tensor) -> Check | None:
     """Compare the gradient for `given` [tokens, channels]: the rows of `ids`, and others that are not zero."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    required, shown = weight.requires_grad, given.to(weight.device, weight.dtype).unsqueeze(0)
-    with torch.enable_grad():
-        weight.requires_grad_(True)
-        try:
-            output = module(ids.unsqueeze(0).to(weight.device))
-            if not output.requires_grad:
-                return None
-            (seen,) = torch.autograd.grad(output, weight, shown, retain_graph=True, allow_unused=True)
-        finally:
-            weight.requires_grad_(required)
+    required = weight.requires_grad
+    weight.requires_grad_(True)
+    try:
+        (seen,) = gradients_of(lambda: module(ids.unsqueeze(0).to(weight.device)), [weight], given.unsqueeze(0))
+    finally:
+        weight.requires_grad_(required)
     if seen is None:
         return None
     seen = seen.to_dense()
