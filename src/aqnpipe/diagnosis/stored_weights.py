@@ -92,9 +92,9 @@ def _by_expert(probe: str, model: nn.Module, name: str, wanted: Tensor, seen: Te
     layer, site = _place(model, name)
     if wanted.ndim != _NDIM_OF_EXPERTS:
         return [compare(probe, layer, site, wanted, seen)]
-    pairs = zip(wanted, seen, strict=True)
     return [
-        compare(probe, layer, f"{EXPERT_SITE}.{expert}", *map(_as_columns, pair)) for expert, pair in enumerate(pairs)
+        compare(probe, layer, f"{EXPERT_SITE}.{number}", _as_columns(stored), _as_columns(own))
+        for number, (stored, own) in enumerate(zip(wanted, seen, strict=True))
     ]
 
 

@@ -124,13 +124,13 @@ def _accumulators(module: nn.Module, layer: int, batch: _Batch, generator: torch
     product = accumulating_product(_TOKENS_PER_EXPERT, width, num_inputs, dtype, generator)
     weight = product.weight.weight(torch.zeros(width, num_inputs, dtype=torch.float64))
     answer = copied.product(product.weight.product(product.x))
-    calls = [(product.x, weight, copied.weight(down[0]), answer, product.allowed)]
+    calls = [(product.x, weight, copied.weight(down[0]), answer, torch.as_tensor(product.allowed))]
     # Each term has passed the activation, whose last bits in float32 are free: larger terms would hide what is lost.
     kind = torch.bfloat16 if dtype == torch.float32 else dtype
     product = accumulating_product(_TOKENS_PER_EXPERT, hidden, terms, kind, generator)
     allowed = 4 * FLOAT32_EPS * product.x.abs().sum(1, keepdim=True)
-    if dtype != torch.float32 and product.allowed is not None:
-        allowed += product.allowed
+    if dtype != torch.float32:
+        allowed += torch.as_tensor(product.allowed)
     blocks = torch.arange(terms // _BLOCK) * (width // _BLOCK) // (terms // _BLOCK)
     channels = (blocks.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK)).flatten()
     weight = torch.zeros(width, num_inputs, dtype=torch.float64)

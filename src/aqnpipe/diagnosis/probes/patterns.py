@@ -294,7 +294,8 @@ def accumulating_product(
     cancelling = _cancelling(half, in_features, dtype, generator)
     running = _running(num_rows - half, in_features, dtype, generator)
     allowed = torch.zeros(num_rows, 1, dtype=torch.float64)
-    allowed[half:] = sum_bound(running.abs().sum(1, keepdim=True), in_features, dtype)
+    if dtype in (torch.bfloat16, torch.float16):
+        allowed[half:] = sum_bound(running.abs().sum(1, keepdim=True), in_features, dtype)
     weight = OuterProducts(signs((out_features, 1), generator), columns)
     return Product(torch.cat([cancelling, running]) * columns, weight, allowed)
 
