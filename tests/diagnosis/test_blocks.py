@@ -4,7 +4,8 @@ import pytest
 import torch
 from decoder_families import tiny_model_of
 
-from aqnpipe.diagnosis.probes.sequences import _sum_check, probe_sequences
+from aqnpipe.diagnosis.probes.flow import mixture_check
+from aqnpipe.diagnosis.probes.sequences import probe_sequences
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites
 
@@ -70,6 +71,6 @@ def test_a_sum_over_experts_that_is_made_in_place_is_healthy(monkeypatch):
 
 def test_the_gate_of_a_shared_expert_by_hand():
     terms = {"routed": torch.tensor([[1.0, 2.0]]), "shared": torch.tensor([[4.0, 8.0]]), "gate": torch.tensor([[0.0]])}
-    assert _sum_check(0, terms, torch.tensor([[3.0, 6.0]])).mismatch is None
-    assert _sum_check(0, terms, torch.tensor([[3.0, 6.00001]])).mismatch.channels.tolist() == [1]
-    assert _sum_check(0, terms, torch.tensor([[3.0, 2.0]])).mismatch.channels.tolist() == [1]
+    assert mixture_check(0, terms, torch.tensor([[3.0, 6.0]])).mismatch is None
+    assert mixture_check(0, terms, torch.tensor([[3.0, 6.00001]])).mismatch.channels.tolist() == [1]
+    assert mixture_check(0, terms, torch.tensor([[3.0, 2.0]])).mismatch.channels.tolist() == [1]

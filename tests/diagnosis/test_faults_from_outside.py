@@ -10,7 +10,7 @@ from random_models import formats_of
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.exact_probes import run_exact
-from aqnpipe.diagnosis.probes.sequences import FAMILIES
+from aqnpipe.diagnosis.probes.flow import FAMILIES
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.loading import load_model

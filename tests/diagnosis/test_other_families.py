@@ -7,7 +7,7 @@ from decoder_families import tiny_model_of
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.capture import capture_layer_inputs
 from aqnpipe.diagnosis.exact_probes import run_exact
-from aqnpipe.diagnosis.probes.outer_modules_in_sequences import HANDOFFS
+from aqnpipe.diagnosis.probes.flow import HANDOFFS
 from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import site_module
 

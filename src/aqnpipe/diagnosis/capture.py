@@ -1,13 +1,14 @@
 """Capture the input of every decoder layer in one forward, and run single layers on it."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import decoder_layers
@@ -28,6 +29,17 @@ class LayerInput:
 
     hidden: Tensor
     kwargs: dict[str, Any]
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove the hooks behind the body."""
+    kept = list(handles)
+    try:
+        yield
+    finally:
+        for handle in kept:
+            handle.remove()
 
 
 @contextmanager
@@ -63,18 +75,14 @@ def capture_layer_inputs(model: nn.Module, prompt_ids: Tensor) -> list[LayerInpu
             )
         inputs[index] = LayerInput(hidden, rest)
 
-    handles = [
+    decoder = getattr(model, "base_model", model)
+    with hooked(
         layer.register_forward_pre_hook(
             lambda _module, args, kwargs, index=index: keep(index, args, kwargs), with_kwargs=True
         )
         for index, layer in enumerate(layers)
-    ]
-    try:
-        decoder = getattr(model, "base_model", model)
+    ):
         decoder(input_ids=prompt_ids, attention_mask=torch.ones_like(prompt_ids), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [inputs[index] for index in range(len(layers))]
 
 

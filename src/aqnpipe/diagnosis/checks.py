@@ -1,10 +1,9 @@
 """Comparison of observed with expected tensors, channel by channel, within the tolerance of the probe.
 
 The tolerance belongs to the probe and never to what the device or its other layers show, so a fault that all layers
-share cannot widen it. There are three classes:
+share cannot widen it. There are two classes:
 
 - exact: every bit agrees (the default), because every operation of the probe is exact in the dtype.
-- ulps: a fixed number of units in the last place, for roots and exponentials, which devices round differently.
 - bounded: a forward error bound of each element, for sums whose order is the device's choice (see error_bounds.py).
 """
 
@@ -76,7 +75,6 @@ def compare(
     observed: Tensor,
     calls: int = 1,
     *,
-    ulps: float = 0.0,
     allowed: Tensor | float | None = None,
 ) -> Check:
     """Compare tensors [..., channels] from `calls` calls value by value; -0 equals 0.
@@ -84,9 +82,8 @@ def compare(
     Rows in which both have NaN at one place say nothing of either and are not counted as compared; where the first NaN
     comes from is for probes of finite numbers to find.
 
-    `ulps`: allowed deviation in units in the last place of the expected value, in the dtype of `observed`. `allowed`:
-    allowed absolute deviation, broadcast to `expected`. With either, `expected` may be more precise than `observed`.
-    Without them, every bit must agree. NaN and infinity are never close to a finite number.
+    `allowed`: allowed absolute deviation, broadcast to `expected`, which then may be more precise than `observed`.
+    Without it, every bit must agree. NaN and infinity are never close to a finite number.
 
     Raises ModelError if a module computes something else than its name says, so that the shapes differ.
     """
@@ -105,35 +102,12 @@ def compare(
         if not torch.equal(rounded, observed):
             compared -= int((rounded.isnan() & observed.isnan()).any(-1).sum())
             changed = differs(rounded, observed).cpu()
-            if ulps or allowed is not None:
-                bound = _bound(expected, ulps, allowed, observed.dtype).reshape(-1, num_channels)
+            if allowed is not None:
+                bound = torch.as_tensor(allowed, dtype=torch.float64).cpu().expand(expected.shape)
+                bound = bound.reshape(-1, num_channels)
                 changed &= ~((observed.cpu().double() - precise.cpu().double()).abs() <= bound)
             mismatch = _mismatch(rounded, observed, changed, calls)
     return Check(probe, layer, site, num_channels, compared, mismatch, calls if compared or mismatch else 0)
-
-
-def num_wrong(check: Check) -> int:
-    """Return the number of wrong values in the kept channels of a check."""
-    return 0 if check.mismatch is None else int((check.mismatch.expected != check.mismatch.observed).sum())
-
-
-def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the unit in the last place of float64 `values` in `dtype`, at least the smallest normal number.
-
-    A device that flushes subnormal numbers to zero is therefore within one ulp.
-    """
-    format = torch.finfo(dtype)
-    exponent = torch.frexp(values.double().abs()).exponent - 1  # values are in [2^exponent, 2^(exponent + 1))
-    units = torch.ldexp(torch.full_like(values, format.eps, dtype=torch.float64), exponent)
-    return torch.where(values == 0, 0.0, units).clamp(min=format.tiny)
-
-
-def _bound(expected: Tensor, ulps: float, allowed: Tensor | float | None, dtype: torch.dtype) -> Tensor:
-    """Return the allowed absolute deviation, float64 on the CPU, in the shape of `expected`."""
-    bound = ulps * ulp(expected.cpu(), dtype)
-    if allowed is not None:
-        bound = bound + torch.as_tensor(allowed, dtype=torch.float64).cpu()
-    return bound
 
 
 def differs(expected: Tensor, observed: Tensor) -> Tensor:

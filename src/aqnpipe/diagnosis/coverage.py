@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from aqnpipe.artifacts.diagnoses import Untested
+from aqnpipe.diagnosis.capture import hooked
 from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check
-from aqnpipe.diagnosis.probes.outer_modules_in_sequences import FINITE
+from aqnpipe.diagnosis.probes.flow import FINITE
 from aqnpipe.diagnosis.probes.patterns import ProbeInputs
 from aqnpipe.errors import ModelError
 from aqnpipe.models.sites import LayerSites
@@ -162,9 +163,5 @@ def metered(layers: Sequence[LayerSites], num_tokens: int) -> Iterator[Cost]:
         inputs, size = linears[module]
         cost.multiply_adds += args[0].numel() // inputs * size
 
-    handles = [module.register_forward_pre_hook(count) for module in linears]
-    try:
+    with hooked(module.register_forward_pre_hook(count) for module in linears):
         yield cost
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -10,14 +10,16 @@ a fault of the device is in all of them.
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, log
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
@@ -26,8 +28,8 @@ from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inferenc
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, Mismatch
 from aqnpipe.diagnosis.classify import Evidence, Mark, classify, mark_of, mismatching, most_informative, suspects
 from aqnpipe.diagnosis.coverage import metered, untested_norms, untested_parts, untested_sites
+from aqnpipe.diagnosis.probes import linears
 from aqnpipe.diagnosis.probes.layers import LayerProber, norm_offset, subtracts_mean
-from aqnpipe.diagnosis.probes.linears import product_bits
 from aqnpipe.diagnosis.probes.model import model_checks, without_consequences
 from aqnpipe.diagnosis.probes.outer_modules import outer_norms
 from aqnpipe.diagnosis.probes.patterns import ProbeInputs, exponent_ladder
@@ -119,8 +121,8 @@ def run_exact(
             *untested_parts(checks, len(layers), like.dtype, inputs),
         ),
         reordered=tuple(sorted(reordered)),
-        elements_per_channel=elements_per_channel(checks),
-        calls_per_site=calls_per_site(checks),
+        elements_per_channel=_least(checks, lambda check: check.elements_per_channel),
+        calls_per_site=_least(checks, lambda check: check.calls),
         forward_equivalents=cost.forward_equivalents,
         num_tokens=num_tokens,
         device=like.device.type,
@@ -162,10 +164,11 @@ def probe_layer(
     """Run every probe that fits the layer; return all checks and the sites that add in changing order."""
     repeats = repeat(prober.index, prober.sites, own_input.hidden, own_input.kwargs, num_repeats)
     checks = [*repeats.checks, *_composite_probes(prober, inputs)]
-    for name in prober.sites.linears:
-        checks += prober.linear(name, inputs)
-        checks += prober.integer(name, inputs)
-        checks += prober.monomial(name, repeats.trace)
+    for name, module in prober.sites.linears.items():
+        for probe in (linears.selecting, linears.summing, linears.biased):
+            checks += probe(prober.index, name, module, inputs)
+        fed, output = repeats.trace.inputs[name], repeats.trace.outputs[name]
+        checks.append(linears.monomial(prober.index, name, module, fed, output))
     if repeats.reordered:
         # Repeats get different inputs behind such a site and are not compared there; known answers take their place.
         for _ in range(num_repeats - 2):
@@ -236,26 +239,16 @@ def _product_bits(layers: Sequence[LayerSites], inputs: ProbeInputs, faults: Seq
     is_suspect = any(fault.scope == "device" and "mantissa" in fault.probes for fault in faults)
     if first is None or inputs.dtype != torch.float32 or (inputs.bits == 24 and not is_suspect):
         return None
-    return product_bits(first)
+    return linears.product_bits(first)
 
 
-def elements_per_channel(checks: Sequence[Check]) -> int:
-    """Return the number of values with a known answer or a repeat per channel: the minimum over layers and sites."""
-    return min(_sums(checks, lambda check: check.elements_per_channel).values())
-
-
-def calls_per_site(checks: Sequence[Check]) -> int:
-    """Return the number of probed calls: the minimum over layers and sites."""
-    return min(_sums(checks, lambda check: check.calls).values())
-
-
-def _sums(checks: Sequence[Check], count: Callable[[Check], int]) -> dict[tuple[int, str], int]:
-    """Return the sum of `count` by layer and site, of those that were compared at all; others are named as untested."""
+def _least(checks: Sequence[Check], count: Callable[[Check], int]) -> int:
+    """Return the least sum of `count` at a site, of those that were compared at all; others are named as untested."""
     seen: dict[tuple[int, str], int] = defaultdict(int)
     for check in checks:
         if check.probe in _COUNTED:
             seen[check.layer, check.site] += count(check)
-    return {place: total for place, total in seen.items() if total}
+    return min(total for total in seen.values() if total)
 
 
 def _layer_inputs(
@@ -314,13 +307,15 @@ def _on_host(prober: LayerProber, *, runs_experts: bool) -> LayerProber:
     )
 
 
-def _to_host(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with the floating-point tensors in it as `dtype` on the CPU."""
-    if isinstance(value, Tensor):
+def _to_host(values: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return `values` with the floating-point tensors in them as `dtype` on the CPU."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         return value.to("cpu", dtype) if value.is_floating_point() else value.cpu()
-    if isinstance(value, Mapping):
-        return {key: _to_host(item, dtype) for key, item in value.items()}
-    return type(value)(_to_host(item, dtype) for item in value) if type(value) in (tuple, list) else value
+
+    return dict(tree_map(moved, values))
 
 
 def _refine_fault(
@@ -360,16 +355,16 @@ def _is_repeatable(site: str, drive: Callable[[ProbeInputs], list[Check]], input
 
 def _drive(site: str, prober: LayerProber) -> Callable[[ProbeInputs], list[Check]] | None:
     """Return the probe with known answers that covers `site`; None if there is none."""
-    linears = prober.sites.linears
-    if site in linears:
-        return lambda inputs: prober.linear(site, inputs)
+    names = prober.sites.linears.keys()
+    if site in names:
+        return partial(linears.selecting, prober.index, site, prober.sites.linears[site])
     if site in prober.sites.norms and not subtracts_mean(prober.sites.norms[site]):
-        return lambda inputs: prober.norm(site, inputs)
-    if site == "layer_output" and {"o_proj", "down_proj"} <= linears.keys():
+        return partial(prober.norm, site)
+    if site == "layer_output" and {"o_proj", "down_proj"} <= names:
         return prober.identity
-    if site == "attention_output" and {"v_proj", "o_proj", "down_proj"} <= linears.keys():
+    if site == "attention_output" and {"v_proj", "o_proj", "down_proj"} <= names:
         return prober.attention
-    if site == "mlp_output" and {"gate_proj", "up_proj", "down_proj"} <= linears.keys():
+    if site == "mlp_output" and {"gate_proj", "up_proj", "down_proj"} <= names:
         return prober.mlp
     return None
 

@@ -18,7 +18,6 @@ models the gain and the kurtosis of healthy layers change with depth, and health
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -41,14 +40,6 @@ _ABSOLUTE_FLOOR = 1e-6
 
 _LOWEST_KURTOSIS = -2.0
 """The lowest possible Fisher kurtosis, used in place of the undefined 0/0 of a constant output."""
-
-
-class _LayerSample(NamedTuple):
-    """Statistics of one layer on one prompt."""
-
-    instability: float
-    gain: float
-    kurtosis: float
 
 
 @dataclass(frozen=True)
@@ -96,23 +87,21 @@ def score(measured: Measurements) -> LayerScores:
 
 def published_findings(scores: LayerScores, config: DiagnosisConfig) -> list[Finding]:
     """Return the findings of the scans that compare layers, at most one each."""
-    findings = []
-    ambient = first_below(-scores.instability_jump_z, -config.ambient_jump_z)
-    if ambient is not None:
-        z = float(scores.instability_jump_z[ambient])
-        findings.append(Finding(scan="ambient", layer=ambient, type="noise_or_spike", z=z))
+    jumps, drops = scores.instability_jump_z, scores.log_kurtosis_drop_z
     lowest = int(np.argmin(scores.gain_z))
-    if scores.gain_z[lowest] < -config.gain_drop_z:
-        findings.append(Finding(scan="gain", layer=lowest, type="dead_zone", z=float(scores.gain_z[lowest])))
-    drop = first_below(scores.log_kurtosis_drop_z, -config.kurtosis_drop_z, config.first_kurtosis_layer)
-    if drop is not None:
-        z = float(scores.log_kurtosis_drop_z[drop])
-        findings.append(Finding(scan="kurtosis", layer=drop, type="saturation", z=z))
-    rise = first_below(-scores.log_kurtosis_drop_z, -config.kurtosis_drop_z, config.first_kurtosis_layer)
-    if rise is not None:
-        z = float(scores.log_kurtosis_drop_z[rise])
-        findings.append(Finding(scan="kurtosis_rise", layer=rise, type="bias_or_spike", z=z))
-    return findings
+    found: tuple[tuple[str, str, int | None, _Floats], ...] = (
+        ("ambient", "noise_or_spike", first_below(-jumps, -config.ambient_jump_z), jumps),
+        ("gain", "dead_zone", lowest if scores.gain_z[lowest] < -config.gain_drop_z else None, scores.gain_z),
+        *(
+            (scan, kind, first_below(sign * drops, -config.kurtosis_drop_z, config.first_kurtosis_layer), drops)
+            for scan, kind, sign in (("kurtosis", "saturation", 1), ("kurtosis_rise", "bias_or_spike", -1))
+        ),
+    )
+    return [
+        Finding.model_validate({"scan": scan, "layer": layer, "type": kind, "z": z[layer]})
+        for scan, kind, layer, z in found
+        if layer is not None
+    ]
 
 
 def saturation_roles(kurtosis: _Floats, source: int | None) -> list[str]:
@@ -187,7 +176,7 @@ def measure(model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisCon
     if not prompt_ids or any(ids.numel() == 0 for ids in prompt_ids):
         raise ModelError("the diagnosis has no prompt or an empty prompt, expected at least one token in each")
     num_layers = len(decoder_layers(model))
-    samples: list[list[_LayerSample]] = []
+    samples: list[list[tuple[float, float, float]]] = []
     with inference(model):
         # The number of a prompt keys its random numbers, so each diagnosis has others.
         for prompt, ids in enumerate([*prompt_ids] * config.num_diagnoses):
@@ -202,8 +191,11 @@ def measure(model: nn.Module, prompt_ids: Sequence[Tensor], config: DiagnosisCon
 
 def _sample_layer(
     model: nn.Module, index: int, layer_input: LayerInput, config: DiagnosisConfig, prompt: int
-) -> _LayerSample:
-    """Run layer `index` num_repeats times on the same input and gain_trials times on noisy inputs."""
+) -> tuple[float, float, float]:
+    """Run layer `index` num_repeats times on the same input and gain_trials times on noisy inputs.
+
+    Return its instability, gain and kurtosis.
+    """
     hidden, kwargs = layer_input.hidden, layer_input.kwargs
     reference, *repeats = (run_layer(model, index, hidden, kwargs) for _ in range(config.num_repeats))
     instability = float(np.mean([_std(repeat - reference) for repeat in repeats]))
@@ -213,7 +205,7 @@ def _sample_layer(
         noised = add_input_noise(hidden, config.gain_noise_scale, generator)
         output = run_layer(model, index, noised, kwargs)
         gains.append(_std(output - reference) / _std((noised - hidden).float().cpu()))
-    return _LayerSample(instability, float(np.mean(gains)), fisher_kurtosis(reference))
+    return instability, float(np.mean(gains)), fisher_kurtosis(reference)
 
 
 def add_input_noise(hidden: Tensor, scale: float, generator: torch.Generator) -> Tensor:

@@ -57,15 +57,10 @@ def compare_with_earlier(model: nn.Module, before: Mapping[str, Tensor]) -> list
     """Return a check for every weight against its checksums `before`: the probes have to leave all of them as found."""
     checks = []
     for name, weight in _weights(model):
-        layer, site = _place(model, name)
-        found = _checksums(weight)
-        if weight.ndim != _NDIM_OF_EXPERTS:
-            checks.append(compare(LATER_PROBE, layer, site, before[name], found))
-            continue
-        checks += [
-            compare(LATER_PROBE, layer, f"{EXPERT_SITE}.{expert}", before[name][:, [expert]], found[:, [expert]])
-            for expert in range(weight.shape[0])
-        ]
+        pair = before[name], _checksums(weight)
+        if weight.ndim == _NDIM_OF_EXPERTS:  # [experts, 2, 1]
+            pair = pair[0].T.unsqueeze(-1), pair[1].T.unsqueeze(-1)
+        checks += _by_expert(LATER_PROBE, model, name, *pair)
     return checks
 
 
@@ -86,14 +81,20 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _compared(model: nn.Module, name: str, stored: Tensor, own: Tensor) -> list[Check]:
-    """Return the check of one weight; of the weights of all experts in one tensor, one check per expert."""
-    layer, site = _place(model, name)
     wanted, seen = stored.to(own.dtype), own.cpu()
     if own.ndim != _NDIM_OF_EXPERTS:
-        return [compare(PROBE, layer, site, _as_columns(wanted), _as_columns(seen))]
+        wanted, seen = _as_columns(wanted), _as_columns(seen)
+    return _by_expert(PROBE, model, name, wanted, seen)
+
+
+def _by_expert(probe: str, model: nn.Module, name: str, wanted: Tensor, seen: Tensor) -> list[Check]:
+    """Return the check of one weight [values, rows]; of those of all experts in one tensor, one check per expert."""
+    layer, site = _place(model, name)
+    if wanted.ndim != _NDIM_OF_EXPERTS:
+        return [compare(probe, layer, site, wanted, seen)]
     return [
-        compare(PROBE, layer, f"{EXPERT_SITE}.{expert}", _as_columns(wanted[expert]), _as_columns(seen[expert]))
-        for expert in range(len(own))
+        compare(probe, layer, f"{EXPERT_SITE}.{number}", _as_columns(stored), _as_columns(own))
+        for number, (stored, own) in enumerate(zip(wanted, seen, strict=True))
     ]
 
 

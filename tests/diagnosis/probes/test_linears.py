@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from aqnpipe.diagnosis.probes.linears import biased, summing
-from aqnpipe.diagnosis.probes.patterns import ProbeInputs, running_operands
+from aqnpipe.diagnosis.probes.patterns import ProbeInputs, accumulating_product
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -102,7 +102,9 @@ def test_parts_of_a_split_sum_may_be_rounded(parts, dtype):
 
 
 def test_running_sums_by_hand():
-    x, weight, answer = running_operands(2, 3, 64, torch.bfloat16, torch.Generator().manual_seed(0))
+    product = accumulating_product(4, 3, 64, torch.bfloat16, torch.Generator().manual_seed(0))
+    weight = product.weight.weight(torch.zeros(3, 64).double())
+    x, answer = product.x[2:], product.weight.product(product.x)[2:]
     assert (x @ weight.T).equal(answer)
     assert answer.abs().eq(44).all()
     # The unit in the last place of 2048 in bfloat16 is 16.

@@ -5,10 +5,10 @@ import torch
 from decoder_families import tiny_model_of
 
 from aqnpipe.diagnosis.probes.activations import activation_name, activation_of, activation_sweep, gated_sweep
+from aqnpipe.diagnosis.probes.flow import FAMILIES
 from aqnpipe.diagnosis.probes.model import without_consequences
 from aqnpipe.diagnosis.probes.norms import norm_sweep
 from aqnpipe.diagnosis.probes.outer_modules import probe_outer_modules
-from aqnpipe.diagnosis.probes.sequences import FAMILIES
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites
 

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from decoder_families import tiny_model_of
 from random_models import formats_of
 
 from aqnpipe.diagnosis.probes import attention
+from aqnpipe.diagnosis.probes.attention import Observation
+from aqnpipe.diagnosis.probes.flow import FAMILIES, observed
 from aqnpipe.diagnosis.probes.model import without_consequences
 from aqnpipe.diagnosis.probes.norms import norm_in_model
-from aqnpipe.diagnosis.probes.sequences import FAMILIES, _LayerCall, _residual_check, probe_sequences
+from aqnpipe.diagnosis.probes.sequences import probe_sequences
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites
 
@@ -70,8 +73,14 @@ def test_healthy_models_give_every_answer(family, dtype, attention):
 
 def test_a_layer_whose_branches_are_not_seen_has_no_check_of_its_sum():
     """A sum that is compared with itself would count as tested."""
-    checks = _residual_check(0, _LayerCall(torch.zeros(1, 2, 4), [torch.ones(1, 2, 4)]), torch.ones(1, 2, 4))
-    assert checks is None
+    model = model_of()
+    layers = [layer_sites(layer) for layer in decoder_layers(model)]
+    layers = [replace(sites, attention=torch.nn.Identity()) for sites in layers]
+    untested = {}
+    with torch.no_grad(), observed(model, layers, Observation(torch.zeros(1).long(), 0), untested) as flow:
+        model(torch.zeros(1, 4).long())
+    assert untested["residual sums"] == "the branches of a layer were not seen"
+    assert "residual" not in {check.probe for check in flow.observation.checks}
 
 
 def test_a_kernel_without_a_gradient_is_named():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from decoder_families import tiny_model_of
 
-from aqnpipe.diagnosis.probes.linears import LARGE, SMALL, probe_shape, rows_of_layer
+from aqnpipe.diagnosis.probes.linears import LARGE, SMALL, probe_shapes, rows_of_layer
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.sites import layer_sites
 
@@ -17,10 +17,9 @@ def places(model, seed=0):
     with torch.no_grad():
         for index, layer in enumerate(layers):
             for name, module in layer_sites(layer).linears.items():
-                for rows in rows_of_layer(index, len(layers), seed):
-                    check = probe_shape(name, module, index, rows, torch.Generator().manual_seed(index))
-                    if check.mismatch:
-                        found.add((check.layer, check.site))
+                rows = rows_of_layer(index, len(layers), seed)
+                checks = probe_shapes(name, module, index, rows, torch.Generator().manual_seed(index))
+                found |= {(check.layer, check.site) for check in checks if check.mismatch}
     return found
 
 

@@ -12,13 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.diagnosis.capture import hooked
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.probes.patterns import selection, selection_weight
+from aqnpipe.diagnosis.probes.patterns import Selection, selection
 from aqnpipe.diagnosis.probes.reference import (
     FEW_ROWS,
     FLOAT32_EPS,
     PRODUCT_BITS,
     full_mantissas,
+    gradients_of,
     mantissa_bits,
     substituted,
     zero_bias,
@@ -109,14 +111,13 @@ def activation_gradient(
     numbers = finite_numbers(dtype, generator)
     x = _in_rows(numbers[(numbers.abs() > _GRADIENT_RANGE[0]) & (numbers.abs() < _GRADIENT_RANGE[1])], _WIDTH)
     gradient = full_mantissas(tuple(x.shape), mantissa_bits(dtype), generator).to(dtype)
+    leaf = x.to(device).unsqueeze(1).requires_grad_(True)
+    (observed,) = gradients_of(lambda: module(leaf), [leaf], gradient.unsqueeze(1))
+    if observed is None:
+        return []
+    function, accuracy = REFERENCES[name]
+    exact = x.double().requires_grad_(True)
     with torch.enable_grad():
-        leaf = x.to(device).unsqueeze(1).requires_grad_(True)
-        output = module(leaf)
-        if not output.requires_grad:
-            return []
-        (observed,) = torch.autograd.grad(output, leaf, gradient.to(device).unsqueeze(1), retain_graph=True)
-        function, accuracy = REFERENCES[name]
-        exact = x.double().requires_grad_(True)
         (expected,) = torch.autograd.grad(function(exact).sum(), exact)
     if accuracy == "exact":
         allowed = torch.zeros_like(expected)
@@ -144,34 +145,24 @@ def gated_sweep(
     bits = min(mantissa_bits(dtype), PRODUCT_BITS)
     factors = full_mantissas((len(numbers), _NUM_FACTORS), bits, generator).to(dtype) / 2
     x = torch.cat([factors, numbers], dim=1)
-    chosen, signs = selection(rows, width, skip=_NUM_FACTORS)
-    copied = torch.arange(rows) % _NUM_FACTORS
-    ones = torch.ones_like(signs)
-    if len(replaced) == 1:
-        weights = [
-            (replaced[0].weight, selection_weight(torch.cat([chosen, copied]), ones.repeat(2), replaced[0].weight))
-        ]
-    else:
-        weights = [
-            (module.weight, selection_weight(columns, ones, module.weight))
-            for module, columns in zip(replaced, (chosen, copied), strict=True)
-        ]
+    chosen = [selection(rows, width, skip=_NUM_FACTORS).chosen, torch.arange(rows) % _NUM_FACTORS]
+    halves = chosen if len(replaced) == 2 else [torch.cat(chosen)]
+    weights = [
+        (module.weight, Selection(columns, torch.ones(len(columns))).weight(module.weight))
+        for module, columns in zip(replaced, halves, strict=True)
+    ]
     weights += [pair for module in replaced for pair in zero_bias(module)]
     fed: list[Tensor] = []
     checks = []
     projected: dict[nn.Module, Tensor] = {}
     handles = [module.register_forward_hook(lambda own, args, out: projected.update({own: out})) for module in replaced]
     handles.append(down.register_forward_pre_hook(lambda _module, args: fed.append(args[0])))
-    try:
-        with substituted(weights):
-            for rows in (len(x), *FEW_ROWS):
-                block(x[:rows].to(down.weight.device).unsqueeze(1))
-                # A fault of a projection is not one of what follows it: the answer is that for its observed output.
-                outputs = [projected[module] for module in replaced]
-                checks.append(_gated_check(name, layer, outputs, fed[-1].squeeze(1)))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(handles), substituted(weights):
+        for rows in (len(x), *FEW_ROWS):
+            block(x[:rows].to(down.weight.device).unsqueeze(1))
+            # A fault of a projection is not one of what follows it: the answer is that for its observed output.
+            outputs = [projected[module] for module in replaced]
+            checks.append(_gated_check(name, layer, outputs, fed[-1].squeeze(1)))
     return checks
 
 

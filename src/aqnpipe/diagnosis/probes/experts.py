@@ -19,15 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.probes.patterns import (
-    accumulating_operands,
-    cancelling_operands,
-    mantissas,
-    running_operands,
-    selection,
-    selection_weight,
-    with_cuts,
-)
+from aqnpipe.diagnosis.probes.linears import LEAST_TERMS
+from aqnpipe.diagnosis.probes.patterns import Selection, accumulating_product, mantissas, selection, with_cuts
 from aqnpipe.diagnosis.probes.reference import (
     FEW_ROWS,
     FLOAT32_EPS,
@@ -35,20 +28,17 @@ from aqnpipe.diagnosis.probes.reference import (
     PRODUCT_BITS,
     full_mantissas,
     mantissa_bits,
+    opening_of,
     substituted,
 )
-from aqnpipe.error_bounds import TWO_ROUNDINGS, few_roundings, sum_bound
+from aqnpipe.error_bounds import TWO_ROUNDINGS, few_roundings
 
 EXPERT_SITE = "experts"
 
-_OPENING = {torch.float16: 16.0}
-_WIDE_OPENING = 128.0
-"""Gate at which silu and gelu are the identity."""
 _TOKENS_PER_EXPERT = 8
 _SHARE_BITS = 8
 _BLOCK = 4
-"""Inputs of one cancelling sum; see `cancelling_operands`."""
-_LEAST_TERMS = 8
+"""Inputs of one cancelling sum; see `accumulating_product`."""
 
 ROUTER_SITE = "router"
 _ROUTER_ROWS = (LEAST_ROWS, 96, *FEW_ROWS)
@@ -58,7 +48,6 @@ _SPANS_OF_LOGITS = (16.0, 4.0, 1.0)
 _CLEAR = 2.0**-18
 """Relative difference of two scores that no rounding in float32 bridges: a sigmoid, the bias, and a sum of two."""
 _NUM_SUMMED = 32
-_LEAST_INPUTS = 8
 _BIAS_BITS = 8
 
 
@@ -101,13 +90,13 @@ def probe_experts(module: nn.Module, layer: int, top_k: int, generator: torch.Ge
     count, hidden, width = down.shape
     batch = _drawn_batch(count, hidden, top_k, gate_up.dtype, generator)
     up = [_turned(selection(width, hidden, skip=1), expert) for expert in range(count)]
-    shown_up = torch.stack([_gate_and_up(chosen, signs, gate_up) for chosen, signs in up])
+    shown_up = torch.stack([_gate_and_up(chosen, gate_up) for chosen in up])
     results: list[tuple[Tensor, Tensor, Tensor]] = []
     sums = []
     for turn in range(-(-width // hidden)):  # every channel between the projections reaches an output
         picked = [_turned(_slice_of_selection(hidden, width, turn), expert) for expert in range(count)]
-        shown_down = torch.stack([selection_weight(chosen, signs, down[0]) for chosen, signs in picked])
-        answers = torch.stack([_answers(batch.x, *chosen) for chosen in zip(up, picked, strict=True)])
+        shown_down = torch.stack([chosen.weight(down[0]) for chosen in picked])
+        answers = torch.stack([below.product(above.product(batch.x)) for above, below in zip(up, picked, strict=True)])
         calls = [batch] if turn else [batch.rows(count) for count in _numbers_of_rows(len(batch.x))]
         with substituted([(gate_up, shown_up), (down, shown_down)]):
             for call in calls:
@@ -129,23 +118,27 @@ def _accumulators(module: nn.Module, layer: int, batch: _Batch, generator: torch
     _, hidden, width = down.shape
     num_inputs, dtype = hidden - _BLOCK, down.dtype
     terms = min(width, num_inputs) // _BLOCK * _BLOCK
-    if terms < _LEAST_TERMS:
+    if terms < LEAST_TERMS:
         return []
-    copied, signs = selection(hidden, width)
-    x, weight, answer, allowed = accumulating_operands(_TOKENS_PER_EXPERT, width, num_inputs, dtype, generator)
-    calls = [(x, weight, selection_weight(copied, signs, down[0]), answer[:, copied] * signs, allowed)]
+    copied = selection(hidden, width)
+    product = accumulating_product(_TOKENS_PER_EXPERT, width, num_inputs, dtype, generator)
+    weight = product.weight.weight(torch.zeros(width, num_inputs, dtype=torch.float64))
+    answer = copied.product(product.weight.product(product.x))
+    calls = [(product.x, weight, copied.weight(down[0]), answer, torch.as_tensor(product.allowed))]
     # Each term has passed the activation, whose last bits in float32 are free: larger terms would hide what is lost.
     kind = torch.bfloat16 if dtype == torch.float32 else dtype
-    x, of_down, answer, allowed = accumulating_operands(_TOKENS_PER_EXPERT, hidden, terms, kind, generator)
-    allowed = (0.0 if dtype == torch.float32 else allowed) + 4 * FLOAT32_EPS * x.abs().sum(1, keepdim=True)
+    product = accumulating_product(_TOKENS_PER_EXPERT, hidden, terms, kind, generator)
+    allowed = 4 * FLOAT32_EPS * product.x.abs().sum(1, keepdim=True)
+    if dtype != torch.float32:
+        allowed += torch.as_tensor(product.allowed)
     blocks = torch.arange(terms // _BLOCK) * (width // _BLOCK) // (terms // _BLOCK)
     channels = (blocks.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK)).flatten()
     weight = torch.zeros(width, num_inputs, dtype=torch.float64)
     weight[channels, torch.arange(terms)] = 1.0
     spread = torch.zeros(hidden, width, dtype=torch.float64)
-    spread[:, channels] = of_down
-    padded = torch.nn.functional.pad(x, (0, num_inputs - terms))
-    calls.append((padded, weight, spread.to(down), answer, allowed))
+    spread[:, channels] = product.weight.weight(spread[:, :terms])
+    padded = torch.nn.functional.pad(product.x, (0, num_inputs - terms))
+    calls.append((padded, weight, spread.to(down), product.weight.product(product.x), allowed))
     return [_accumulator_check(module, layer, batch, *operands) for operands in calls]
 
 
@@ -154,7 +147,7 @@ def _accumulator_check(
 ) -> Check:
     """Run every expert on tokens `x` with the up projection `weight` and compare with `answer`, of one expert each."""
     gate_up, own = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
-    opening = _OPENING.get(own.dtype, _WIDE_OPENING)
+    opening = opening_of(own.dtype)
     shown = torch.zeros(gate_up.shape[1:], dtype=torch.float64)
     shown[: len(weight), 0] = opening
     shown[len(weight) :, _BLOCK:] = weight / opening
@@ -205,12 +198,6 @@ def _checks_by_expert(layer: int, count: int, results: Sequence[tuple[Tensor, Te
     return checks
 
 
-def _answers(x: Tensor, up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the output of an expert for every token, from the selections that its projections make."""
-    (chosen, signs), (below, of_down) = up, down
-    return x[:, chosen[below]] * signs[below] * of_down
-
-
 def _sum_check(layer: int, terms: Tensor, observed: Tensor) -> Check:
     """Compare the sum over the experts of a token with `terms` [experts of a token, tokens, channels]."""
     magnitudes, dtype = terms.abs().sum(0), observed.dtype
@@ -225,24 +212,24 @@ def _drawn_shares(num_tokens: int, top_k: int, generator: torch.Generator) -> Te
     return shares * 2.0 ** -torch.randint(0, 4, shares.shape, generator=generator).double()
 
 
-def _gate_and_up(chosen: Tensor, signs: Tensor, like: Tensor) -> Tensor:
+def _gate_and_up(chosen: Selection, like: Tensor) -> Tensor:
     """Return the weight [gate and up, hidden] of an expert whose gate is constant, like one of those of `like`."""
-    opening = _OPENING.get(like.dtype, _WIDE_OPENING)
-    first = torch.zeros(len(chosen), dtype=torch.long)
-    constant = torch.full((len(chosen),), opening, dtype=torch.float64)
-    return selection_weight(torch.cat([first, chosen]), torch.cat([constant, signs / opening]), like[0])
+    opening = opening_of(like.dtype)
+    constant = torch.full_like(chosen.factors, opening)
+    both = torch.cat([torch.zeros_like(chosen.chosen), chosen.chosen])
+    return Selection(both, torch.cat([constant, chosen.factors / opening])).weight(like[0])
 
 
-def _slice_of_selection(out_features: int, in_features: int, turn: int) -> tuple[Tensor, Tensor]:
+def _slice_of_selection(out_features: int, in_features: int, turn: int) -> Selection:
     """Return a selection of `out_features` inputs; over all turns every input is selected."""
-    chosen, signs = selection(max(out_features, in_features), in_features)
-    rows = (torch.arange(out_features) + turn * out_features) % len(chosen)
-    return chosen[rows], signs[rows]
+    every = selection(max(out_features, in_features), in_features)
+    rows = (torch.arange(out_features) + turn * out_features) % every.num_outputs
+    return Selection(every.chosen[rows], every.factors[rows])
 
 
-def _turned(selected: tuple[Tensor, Tensor], by: int) -> tuple[Tensor, Tensor]:
+def _turned(selected: Selection, by: int) -> Selection:
     """Return a selection whose choices are moved by some rows, so that no two experts have the same."""
-    return selected[0].roll(by), selected[1]
+    return replace(selected, chosen=selected.chosen.roll(by))
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -286,7 +273,7 @@ def probe_router(module: nn.Module, layer: int, generator: torch.Generator) -> l
         return []
     logits = _drawn_logits(count, min(mantissa_bits(weight.dtype), PRODUCT_BITS), generator)
     settings = _settings(module, count, generator)
-    identity = selection_weight(torch.arange(count), torch.ones(count, dtype=torch.float64), weight)
+    identity = Selection(torch.arange(count), torch.ones(count)).weight(weight)
     checks: list[Check] = []
     for rows in _ROUTER_ROWS:
         x = torch.zeros(rows, hidden, dtype=torch.float64)
@@ -397,19 +384,8 @@ def _sum_checks(module: nn.Module, layer: int, settings: _Settings, generator: t
     """Compare logits that are sums of many products, which a narrow accumulator gets wrong."""
     weight = module.get_parameter("weight")
     count, hidden = weight.shape
-    if hidden < _LEAST_INPUTS:
+    if hidden < LEAST_TERMS:
         return []
-    checks = []
-    for make in (cancelling_operands, running_operands):
-        x, test_weight, expected = make(_NUM_SUMMED, count, hidden, weight.dtype, generator)
-        output = _run_router(module, test_weight.to(weight), settings.bias, x)
-        if output is None:
-            return []
-        if make is cancelling_operands:
-            allowed = with_cuts(0.0, x, expected, output[0])
-        elif output[0].dtype != torch.float32:  # parts of a split sum may be rounded
-            allowed = sum_bound(x.abs() @ test_weight.abs().T, hidden, output[0].dtype)
-        else:
-            allowed = torch.zeros(())
-        checks.append(compare("router", layer, ROUTER_SITE, expected, output[0], allowed=allowed))
-    return checks
+    product = accumulating_product(_NUM_SUMMED, count, hidden, weight.dtype, generator)
+    output = _run_router(module, product.weight.weight(weight), settings.bias, product.x)
+    return [] if output is None else [product.check("router", layer, ROUTER_SITE, output[0])]

@@ -30,19 +30,21 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.probes import linears
-from aqnpipe.diagnosis.probes.linears import Replacement, selected, selecting_weights, zeroed
-from aqnpipe.diagnosis.probes.patterns import NORM_INPUT_SCALE, ProbeInputs, norm_gains, norm_input, selection
-from aqnpipe.diagnosis.probes.reference import substituted
+from aqnpipe.diagnosis.probes.linears import Replacement, selecting_weights, zeroed
+from aqnpipe.diagnosis.probes.patterns import (
+    NORM_INPUT_SCALE,
+    ProbeInputs,
+    Selection,
+    norm_gains,
+    norm_input,
+    selection,
+)
+from aqnpipe.diagnosis.probes.reference import opening_of, substituted
 from aqnpipe.diagnosis.probes.repeats import call_layer
-from aqnpipe.diagnosis.probes.trace import Trace, tracing
+from aqnpipe.diagnosis.probes.trace import tracing
 from aqnpipe.error_bounds import few_roundings
 from aqnpipe.models.layout import weight_of
 from aqnpipe.models.sites import LayerSites
-
-_GATE = {torch.float16: 16.0}
-_WIDE_GATE = 128.0
-"""Gate value at which silu and gelu return their input exactly, because the sigmoid rounds to 1 in the dtype."""
 
 
 @dataclass
@@ -65,23 +67,6 @@ class LayerProber:
         attention, mlp = trace.branches
         return [self._check("identity", "layer_output", (hidden + attention) + mlp, output)]
 
-    def linear(self, name: str, inputs: ProbeInputs) -> list[Check]:
-        """Run one linear whose outputs each copy one input with a sign, and times a full mantissa."""
-        return linears.selecting(self.index, name, self.sites.linears[name], inputs)
-
-    def integer(self, name: str, inputs: ProbeInputs) -> list[Check]:
-        """Run one linear on sums of integers, sums that cancel, and its bias."""
-        module = self.sites.linears[name]
-        return [
-            *linears.summing(self.index, name, module, inputs),
-            *linears.biased(self.index, name, module, inputs),
-        ]
-
-    def monomial(self, name: str, trace: Trace) -> list[Check]:
-        """Run one linear on its real input with rows permuted and scaled."""
-        module = self.sites.linears[name]
-        return [linears.monomial(self.index, name, module, trace.inputs[name], trace.outputs[name])]
-
     def norm(self, name: str, inputs: ProbeInputs) -> list[Check]:
         """Run one norm with three turns of gains, so that every channel has the largest and the smallest output."""
         module = self.sites.norms[name]
@@ -102,22 +87,21 @@ class LayerProber:
         own = self.sites.linears
         value, output = own["v_proj"], own["o_proj"]
         x = inputs.square(value.in_features)
-        v_chosen, v_signs = selection(value.out_features, value.in_features)
-        o_chosen, o_signs = selection(output.out_features, output.in_features)
+        of_value, of_output = (selection(module.out_features, module.in_features) for module in (value, output))
         queries = [own[name] for name in ("q_proj", "k_proj") if name in own]
         weights = [
             *zeroed(*queries),
-            *selecting_weights(value, v_chosen, v_signs),
-            *selecting_weights(output, o_chosen, o_signs),
+            *selecting_weights(value, of_value),
+            *selecting_weights(output, of_output),
         ]
         with substituted(weights), tracing(self.sites) as trace:
             result = call_layer(self.sites.attention, x, self.attention_kwargs)
         values, fed = trace.outputs["v_proj"], trace.inputs["o_proj"]
         heads = self._head_of(fed.shape[-1], values.shape[-1])
         return [
-            self._check("attention", "v_proj", selected(x, v_chosen, v_signs), values),
+            self._check("attention", "v_proj", of_value.product(x), values),
             self._core("attention", "attention_core", values[..., heads], fed),
-            self._check("attention", "o_proj", selected(fed, o_chosen, o_signs), trace.outputs["o_proj"]),
+            self._check("attention", "o_proj", of_output.product(fed), trace.outputs["o_proj"]),
             self._check("attention", "attention_output", trace.outputs["o_proj"], result),
         ]
 
@@ -130,26 +114,24 @@ class LayerProber:
         gate, up, down = (own[name] for name in ("gate_proj", "up_proj", "down_proj"))
         x = inputs.square(up.in_features).clone()
         x[..., 0] = 1.0
-        opening = _GATE.get(inputs.dtype, _WIDE_GATE)
-        first = torch.zeros(gate.out_features, dtype=torch.long)
-        openings = torch.full((gate.out_features,), opening, dtype=torch.float64)
-        u_chosen, u_signs = selection(up.out_features, up.in_features, skip=1)
-        u_signs = u_signs / opening
-        d_chosen, d_signs = selection(down.out_features, down.in_features)
+        opening = opening_of(inputs.dtype)
+        of_gate = Selection(torch.zeros(gate.out_features, dtype=torch.long), torch.full((gate.out_features,), opening))
+        of_up = selection(up.out_features, up.in_features, skip=1).times(torch.tensor(1 / opening))
+        of_down = selection(down.out_features, down.in_features)
         weights: list[Replacement] = [
-            *selecting_weights(gate, first, openings),
-            *selecting_weights(up, u_chosen, u_signs),
-            *selecting_weights(down, d_chosen, d_signs),
+            *selecting_weights(gate, of_gate),
+            *selecting_weights(up, of_up),
+            *selecting_weights(down, of_down),
         ]
         block = self.gated_block
         with substituted(weights), tracing(self.sites) as trace:
             result = block(x)
         gates, ups, fed = trace.outputs["gate_proj"], trace.outputs["up_proj"], trace.inputs["down_proj"]
         checks = [
-            self._check("mlp", "gate_proj", selected(x, first, openings), gates),
-            self._check("mlp", "up_proj", selected(x, u_chosen, u_signs), ups),
+            self._check("mlp", "gate_proj", of_gate.product(x), gates),
+            self._check("mlp", "up_proj", of_up.product(x), ups),
             self._core("mlp", "mlp_core", _activated(block, gates) * ups.cpu().double(), fed),
-            self._check("mlp", "down_proj", selected(fed, d_chosen, d_signs), trace.outputs["down_proj"]),
+            self._check("mlp", "down_proj", of_down.product(fed), trace.outputs["down_proj"]),
         ]
         own_name = next(path for path, module in self.sites.layer.named_modules() if module is block)
         site = "mlp_output" if block is self.sites.mlp else own_name.rsplit(".", 1)[-1]

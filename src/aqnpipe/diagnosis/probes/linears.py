@@ -15,44 +15,44 @@ the forward probes. The backward pass has kernels of its own: the operands of it
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.diagnosis.capture import hooked
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.probes.patterns import (
     ProbeInputs,
-    accumulating_operands,
-    cancelling_operands,
-    integer_operands,
+    Product,
+    Selection,
+    accumulating_product,
+    integer_product,
     mantissas,
-    running_operands,
+    selecting_product,
     selection,
-    selection_weight,
-    with_cuts,
 )
 from aqnpipe.diagnosis.probes.reference import (
-    PRODUCT_BITS,
-    full_mantissas,
+    gradients_of,
     mantissa_bits,
     on_host,
     operand_bits,
     substituted,
     zero_bias,
 )
-from aqnpipe.error_bounds import linear_bound, sum_bound
+from aqnpipe.error_bounds import linear_bound
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
 Replacement = tuple[Tensor, Tensor]
 
-_LEAST_INPUTS = 8
+LEAST_TERMS = 8
 """Fewer cancel in no way that an accumulator could get wrong."""
 
 _NUM_BIASED = 8
-_NUM_RUNNING = 16
-"""Tokens of the probes of the bias and of running sums, whose answer no position in the batch changes."""
+"""Tokens of the probe of the bias, whose answer no position in the batch changes."""
 
 SMALL = (1, 4, 8, 97)
 LARGE = 4096
@@ -62,44 +62,53 @@ _NUM_TOKENS = 32
 SMALL_OF_GRADIENTS = (1, _NUM_TOKENS)
 LARGE_OF_GRADIENTS = 513
 """Tokens of the selections: kernels are chosen by their number. The large one runs in one layer."""
-_LEAST_TERMS = 8
 
 
 def selecting(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> list[Check]:
     """Run the linear with outputs that each copy one input with a sign, and then times a weight of all mantissa bits.
 
-    The first half of the tokens has full mantissas in the input, the second in the weight.
+    The first half of the batch has full mantissas in its inputs, the second half in its weight.
     """
     half = inputs.num_tokens // 2
-    chosen, signs = selection(module.out_features, module.in_features)
-    x = inputs.square(module.in_features)[:half]
-    powers = inputs.powers(module.in_features)[half:]
-    factors = signs * mantissas((module.out_features,), inputs.bits, torch.Generator().manual_seed(inputs.seed + layer))
+    plain = selection(module.out_features, module.in_features)
+    factors = mantissas((module.out_features,), inputs.bits, torch.Generator().manual_seed(inputs.seed + layer))
+    x, powers = inputs.square(module.in_features)[:half], inputs.powers(module.in_features)[half:]
     checks = []
-    for probe, fed, weights in (("linear", x, signs), ("mantissa", powers, factors)):
-        with substituted(selecting_weights(module, chosen, weights)):
-            checks.append(compare(probe, layer, name, selected(fed, chosen, weights), module(fed)))
+    for probe, fed, chosen in (("linear", x, plain), ("mantissa", powers, plain.times(factors))):
+        with substituted(selecting_weights(module, chosen)):
+            checks.append(compare(probe, layer, name, chosen.product(fed), module(fed)))
     return checks
 
 
 def summing(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> list[Check]:
     """Run the linear in its real shape on small integers, and on sums that cancel but need wide accumulators."""
     size = (module.out_features, module.in_features, inputs.dtype)
-    key = ("diagnosis.integer", layer, *name.encode())
-    integers = integer_operands(inputs.num_tokens // 2, *size, keyed_generator("cpu", inputs.seed, *key))
-    checks = [_product("integer", layer, name, module, integers)]
-    if module.in_features >= _LEAST_INPUTS:
-        tokens = min(inputs.num_tokens, len(inputs.ladder))
-        key = ("diagnosis.cancelling", layer, *name.encode())
-        operands = cancelling_operands(tokens, *size, keyed_generator("cpu", inputs.seed, *key))
-        checks.append(_product("accumulator", layer, name, module, operands, 0.0))
-        key = ("diagnosis.running", layer, *name.encode())
-        operands = running_operands(_NUM_RUNNING, *size, keyed_generator("cpu", inputs.seed, *key))
-        x, weight, _ = operands
-        free = torch.zeros(())
-        if inputs.dtype != torch.float32:  # kernels that split a sum may round its parts to 16 bits
-            free = sum_bound(x.abs() @ weight.abs().T, module.in_features, inputs.dtype)
-        checks.append(_product("accumulator", layer, name, module, operands, free))
+    checks = []
+    for probe, pattern, rows in (
+        ("integer", integer_product, inputs.num_tokens // 2),
+        ("accumulator", accumulating_product, min(inputs.num_tokens, len(inputs.ladder))),
+    ):
+        if probe == "integer" or module.in_features >= LEAST_TERMS:
+            generator = keyed_generator("cpu", inputs.seed, f"diagnosis.{probe}", layer, *name.encode())
+            checks += run_product(probe, layer, name, module, pattern(rows, *size, generator), [(rows, 1)])
+    return checks
+
+
+def run_product(
+    probe: str, layer: int, site: str, module: nn.Linear, product: Product, calls: Sequence[tuple[int, ...]]
+) -> list[Check]:
+    """Run the linear on the rows of a product, in calls of (sequences, tokens), and compare.
+
+    A third number of a call is a spacing: the tokens then are every so manieth row of a longer sequence in memory.
+    """
+    weight, start, checks = module.weight, 0, []
+    with substituted([(weight, product.weight.weight(weight)), *zero_bias(module)]):
+        for sequences, tokens, *spacing in calls:
+            step, rows = prod(spacing), slice(start, start + sequences * tokens)
+            fed = weight.new_zeros(sequences, tokens * step, module.in_features)[:, step - 1 :: step]
+            fed.copy_(product.x[rows].reshape(fed.shape))
+            checks.append(product.check(probe, layer, site, module(fed), rows))
+            start = rows.stop
     return checks
 
 
@@ -112,15 +121,15 @@ def biased(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> lis
         return []
     key = ("diagnosis.bias", layer, *name.encode())
     generator = keyed_generator("cpu", inputs.seed, *key)
-    chosen, signs = selection(module.out_features, module.in_features)
+    chosen = selection(module.out_features, module.in_features)
     x = torch.randint(-1, 2, (_NUM_BIASED, module.in_features), generator=generator).double()
     x[0] = 0
     own = 1.0 - 2 * torch.randint(0, 2, (module.out_features,), generator=generator).double()
     own *= mantissas((module.out_features,), mantissa_bits(inputs.dtype) - 1, generator)
-    shown = [(module.weight, selection_weight(chosen, signs, module.weight)), (module.bias, own.to(module.bias))]
+    shown = [(module.weight, chosen.weight(module.weight)), (module.bias, own.to(module.bias))]
     with substituted(shown):
         output = module(x.unsqueeze(1).to(module.weight.device, inputs.dtype))
-    return [compare("bias", layer, name, x[:, chosen] * signs + own, output)]
+    return [compare("bias", layer, name, chosen.product(x) + own, output)]
 
 
 def monomial(layer: int, name: str, module: nn.Linear, fed: Tensor, own: Tensor) -> Check:
@@ -153,15 +162,15 @@ def product_bits(module: nn.Linear) -> int:
     weight = module.weight
     x = torch.zeros(24, 1, module.in_features, device=weight.device, dtype=weight.dtype)
     x[:, 0, 0] = 1 + 2.0 ** -torch.arange(24).to(weight)  # row k needs k + 1 bits, row 0 holds 2
-    chosen = torch.zeros(module.out_features, dtype=torch.long)
-    with substituted(selecting_weights(module, chosen, torch.ones(module.out_features, dtype=torch.float64))):
+    first = torch.zeros(module.out_features, dtype=torch.long)
+    with substituted(selecting_weights(module, Selection(first, torch.ones(len(first))))):
         kept = module(x)[:, 0, 0] == x[:, 0, 0]
     return int(kept.cpu().long().cumprod(0).sum())
 
 
-def selecting_weights(module: nn.Linear, chosen: Tensor, factors: Tensor) -> Iterator[Replacement]:
-    """Replace the weight by `factors` at the chosen inputs, and the bias by 0."""
-    yield module.weight, selection_weight(chosen, factors, module.weight)
+def selecting_weights(module: nn.Linear, chosen: Selection) -> Iterator[Replacement]:
+    """Replace the weight by one that selects, and the bias by 0."""
+    yield module.weight, chosen.weight(module.weight)
     yield from zero_bias(module)
 
 
@@ -170,28 +179,6 @@ def zeroed(*modules: nn.Linear) -> Iterator[Replacement]:
     for module in modules:
         yield module.weight, torch.zeros_like(module.weight)
         yield from zero_bias(module)
-
-
-def selected(x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
-    """Return what a selecting linear must output."""
-    return x[..., chosen.to(x.device)] * factors.to(x.device, x.dtype)
-
-
-def _product(
-    probe: str,
-    layer: int,
-    name: str,
-    module: nn.Linear,
-    operands: tuple[Tensor, Tensor, Tensor],
-    allowed: Tensor | float | None = None,
-) -> Check:
-    """Compare a product; with `allowed`, of sums that need a wide accumulator."""
-    x, weight, product = operands
-    own = module.weight
-    with substituted([(own, weight.to(own.device, own.dtype)), *zero_bias(module)]):
-        output = module(x.unsqueeze(1).to(own.device, own.dtype))
-    free = None if allowed is None else with_cuts(allowed, x, product, output)
-    return compare(probe, layer, name, product, output, allowed=free)
 
 
 def rows_of_layer(layer: int, num_layers: int, seed: int) -> tuple[int, ...]:
@@ -206,7 +193,7 @@ def selecting_in_model(layers: Sequence[LayerSites], record: Callable[[Check], N
 
     def enter(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
         with on_host():
-            weights = selecting_weights(module, *selection(module.out_features, module.in_features))
+            weights = list(selecting_weights(module, selection(module.out_features, module.in_features)))
         shown.enter_context(substituted(weights))
 
     def leave(layer: int, name: str, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -219,12 +206,8 @@ def selecting_in_model(layers: Sequence[LayerSites], record: Callable[[Check], N
             if type(module).forward is nn.Linear.forward:
                 handles.append(module.register_forward_pre_hook(enter))
                 handles.append(module.register_forward_hook(partial(leave, index, name)))
-    with shown:
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    with shown, hooked(handles):
+        yield
 
 
 def copied(probe: str, layer: int, site: str, module: nn.Linear, fed: Tensor, output: Tensor) -> Check:
@@ -234,33 +217,24 @@ def copied(probe: str, layer: int, site: str, module: nn.Linear, fed: Tensor, ou
     normal.
     """
     with on_host():
-        chosen, signs = selection(module.out_features, module.in_features)
+        chosen = selection(module.out_features, module.in_features)
         rows, observed = (tensor.detach().cpu().flatten(0, -2) for tensor in (fed, output))
         finite = rows.isfinite().all(-1)
         if not finite.all():
             rows, observed = rows[finite], observed[finite]
-        expected = rows[:, chosen] * signs.to(rows.dtype)
+        expected = chosen.product(rows)
         bits, allowed = operand_bits(rows.dtype), torch.finfo(rows.dtype).tiny
         share = 0.0 if bits >= mantissa_bits(rows.dtype) else 2.0 ** (1 - bits)
         return compare(probe, layer, site, expected, observed, allowed=expected.abs() * share + allowed)
 
 
-def probe_shape(name: str, module: nn.Linear, layer: int, rows: int, generator: torch.Generator) -> Check:
-    """Run a linear on `rows` rows: every output copies one input, times a factor, both with full mantissas.
-
-    The rows are one sequence, as in a prefill; one row is one token, as in decoding.
-    """
-    weight = module.weight
-    bits = min(mantissa_bits(weight.dtype), PRODUCT_BITS)
-    x = full_mantissas((rows, module.in_features), bits, generator)
-    chosen, _ = selection(module.out_features, module.in_features)
-    shift = int(torch.randint(0, module.in_features, (1,), generator=generator))
-    chosen = (chosen + shift) % module.in_features  # another seed reads other columns where rows are few
-    factors = full_mantissas((module.out_features,), bits, generator)
-    with substituted([(weight, selection_weight(chosen, factors, weight)), *zero_bias(module)]):
-        output = module(x.unsqueeze(0).to(weight.device, weight.dtype))
-    expected = x[:, chosen].float() * factors.float()  # exact: the product has twice PRODUCT_BITS at most
-    return compare("shapes", layer, name, expected, output)
+def probe_shapes(
+    name: str, module: nn.Linear, layer: int, rows: Sequence[int], generator: torch.Generator
+) -> list[Check]:
+    """Run a linear with each of these numbers of rows, which are one sequence, as in a prefill; one is one token."""
+    size = (module.out_features, module.in_features, module.weight.dtype)
+    product = selecting_product(sum(rows), *size, generator)
+    return run_product("shapes", layer, name, module, product, [(1, count) for count in rows])
 
 
 def probe_gradients(
@@ -269,65 +243,37 @@ def probe_gradients(
     """Return the checks of both gradients of a linear, of many tokens too if `large`; those that the model has
     accumulated are left alone.
     """
-    checks = _summing(name, module, layer, generator)
-    for tokens in (*SMALL_OF_GRADIENTS, LARGE_OF_GRADIENTS) if large else SMALL_OF_GRADIENTS:
-        checks += _selecting(name, module, layer, tokens, generator)
-    if min(module.weight.shape) >= _LEAST_TERMS:
-        checks += _accumulating(name, module, layer, generator)
-    return checks
-
-
-def _selecting(name: str, module: nn.Linear, layer: int, tokens: int, generator: torch.Generator) -> list[Check]:
-    """Give every value of both gradients one product, of operands with full mantissas.
-
-    The products have 24 bits, or as many as exact products of the dtype have.
-    """
-    outputs, inputs = module.weight.shape
-    dtype = module.weight.dtype
-    gradient = full_mantissas((tokens, outputs), min(operand_bits(dtype), 24 - PRODUCT_BITS), generator)
-    bits = min(operand_bits(dtype), PRODUCT_BITS)
-    of_outputs, factors = selection(inputs, outputs)[0], full_mantissas((inputs,), bits, generator)
-    weight = selection_weight(of_outputs, factors, torch.zeros(inputs, outputs, dtype=torch.float64)).T
-    of_tokens, values = selection(inputs, tokens)[0], full_mantissas((inputs,), bits, generator)
-    x = selection_weight(of_tokens, values, torch.zeros(inputs, tokens, dtype=torch.float64)).T
-    seen = _gradients(module, x, weight, gradient)
-    wanted = (gradient[:, of_outputs] * factors, gradient[of_tokens].T * values)
-    return [
-        compare("backward", layer, f"{name}.{operand}_gradient", answer, found)
-        for operand, answer, found in zip(("input", "weight"), wanted, seen, strict=True)
-        if found is not None
-    ]
-
-
-def _summing(name: str, module: nn.Linear, layer: int, generator: torch.Generator) -> list[Check]:
-    """Run both gradients on integers in their real shape."""
-    dtype, (outputs, inputs) = module.weight.dtype, module.weight.shape
-    gradient, weight, of_input = integer_operands(_NUM_TOKENS, inputs, outputs, dtype, generator)
-    seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), weight.T, gradient)
-    checks = [] if seen is None else [compare("backward", layer, f"{name}.input_gradient", of_input, seen)]
-    x, gradient, of_weight = integer_operands(inputs, outputs, _NUM_TOKENS, dtype, generator)
-    _, seen = _gradients(module, x.T, torch.zeros(outputs, inputs), gradient.T)
-    if seen is not None:
-        checks.append(compare("backward", layer, f"{name}.weight_gradient", of_weight, seen.T))
-    return checks
-
-
-def _accumulating(name: str, module: nn.Linear, layer: int, generator: torch.Generator) -> list[Check]:
-    """Run both gradients on sums that a narrow accumulator gets wrong."""
-    dtype, (outputs, inputs) = module.weight.dtype, module.weight.shape
-    gradient, weight, of_input, allowed = accumulating_operands(_NUM_TOKENS, inputs, outputs, dtype, generator)
-    seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), weight.T, gradient)
-    site = f"{name}.input_gradient"
+    (outputs, inputs), dtype = module.weight.shape, module.weight.dtype
+    wide = (accumulating_product,) if min(outputs, inputs) >= LEAST_TERMS else ()
     checks = []
-    if seen is not None:
-        free = with_cuts(allowed, gradient, of_input, seen)
-        checks.append(compare("backward", layer, site, of_input, seen, allowed=free))
-    x, gradient, of_weight, allowed = accumulating_operands(inputs, outputs, _NUM_TOKENS, dtype, generator)
-    _, seen = _gradients(module, x.T, torch.zeros(outputs, inputs), gradient.T)
-    if seen is not None:
-        site, free = f"{name}.weight_gradient", with_cuts(allowed, x, of_weight, seen.T)
-        checks.append(compare("backward", layer, site, of_weight, seen.T, allowed=free))
+    for pattern in (integer_product, *wide):
+        of_input = pattern(_NUM_TOKENS, inputs, outputs, dtype, generator)
+        of_weight = pattern(outputs, inputs, _NUM_TOKENS, dtype, generator)
+        seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), _weight_of(of_input), of_input.x)
+        _, other = _gradients(module, _weight_of(of_weight), torch.zeros(outputs, inputs), of_weight.x.T)
+        checks += _of_gradients(layer, name, (of_input, seen), (of_weight, other))
+    for tokens in (*SMALL_OF_GRADIENTS, LARGE_OF_GRADIENTS) if large else SMALL_OF_GRADIENTS:
+        of_input = selecting_product(tokens, inputs, outputs, dtype, generator)
+        of_weight = replace(selecting_product(outputs, inputs, tokens, dtype, generator), x=of_input.x.T)
+        seen, other = _gradients(module, _weight_of(of_weight), _weight_of(of_input), of_input.x)
+        checks += _of_gradients(layer, name, (of_input, seen), (of_weight, other))
     return checks
+
+
+def _weight_of(product: Product) -> Tensor:
+    """Return the transposed weight of a product, which stands in the backward pass for another operand."""
+    shape = (product.weight.num_outputs, product.x.shape[-1])
+    return product.weight.weight(torch.zeros(shape, dtype=torch.float64)).T
+
+
+def _of_gradients(
+    layer: int, name: str, of_input: tuple[Product, Tensor | None], of_weight: tuple[Product, Tensor | None]
+) -> list[Check]:
+    return [
+        product.check("backward", layer, f"{name}.{operand}_gradient", seen)
+        for operand, (product, seen) in (("input", of_input), ("weight", of_weight))
+        if seen is not None
+    ]
 
 
 def _gradients(
@@ -342,17 +288,11 @@ def _gradients(
     x, test_weight, gradient = (
         tensor.contiguous().to(weight.device, weight.dtype) for tensor in (x, test_weight, gradient)
     )
-    with torch.enable_grad(), substituted([(weight, test_weight)]):
+    leaf = x.unsqueeze(1).requires_grad_(True)
+    with substituted([(weight, test_weight)]):
         weight.requires_grad_(True)
         try:
-            leaf = x.unsqueeze(1).requires_grad_(True)
-            output = module(leaf)
-            if not output.requires_grad:
-                return None, None
-            # The graph is kept, because a hook that keeps earlier outputs may have made it a part of a later one.
-            found = torch.autograd.grad(
-                output, (leaf, weight), gradient.unsqueeze(1), allow_unused=True, retain_graph=True
-            )
+            of_input, of_weight = gradients_of(lambda: module(leaf), (leaf, weight), gradient.unsqueeze(1))
         finally:
             weight.requires_grad_(required)
-    return None if found[0] is None else found[0].squeeze(1), found[1]
+    return None if of_input is None else of_input.squeeze(1), of_weight

@@ -25,22 +25,22 @@ from aqnpipe.diagnosis.probes.experts import (
     probe_router,
     router_of,
 )
+from aqnpipe.diagnosis.probes.flow import FINITE, is_known, model_type
 from aqnpipe.diagnosis.probes.linears import (
     LARGE,
     LARGE_OF_GRADIENTS,
     SMALL,
     SMALL_OF_GRADIENTS,
     probe_gradients,
-    probe_shape,
+    probe_shapes,
     rows_of_layer,
 )
 from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
 from aqnpipe.diagnosis.probes.outer_modules import EMBEDDING_GRADIENT, probe_outer_modules
-from aqnpipe.diagnosis.probes.outer_modules_in_sequences import FINITE
 from aqnpipe.diagnosis.probes.reference import FEW_ROWS
 from aqnpipe.diagnosis.probes.repeats import Part
 from aqnpipe.diagnosis.probes.rotary import SITE as ROTARY_SITE
-from aqnpipe.diagnosis.probes.sequences import is_known, long_batch, longest_sequence, model_type, probe_sequences
+from aqnpipe.diagnosis.probes.sequences import long_batch, longest_sequence, probe_sequences
 from aqnpipe.models.sites import LayerSites
 from aqnpipe.seeding import keyed_generator
 
@@ -153,8 +153,7 @@ def _checks_of_layer(
         checks += gradients
         if len({check.site for check in gradients}) < 2:
             gaps.setdefault((f"gradients of {name}", _NO_GRADIENT), []).append(index)
-        for rows in rows_of_layer(index, num_layers, seed):
-            checks.append(probe_shape(name, linear, index, rows, generator))
+        checks += probe_shapes(name, linear, index, rows_of_layer(index, num_layers, seed), generator)
     return checks + (_mixture_checks(model, index, sites, generator, gaps) if is_known(model) else [])
 
 

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.probes.layers import norm_offset, subtracts_mean
-from aqnpipe.diagnosis.probes.reference import FLOAT32_EPS, LEAST_ROWS, full_mantissas, mantissa_bits, substituted
+from aqnpipe.diagnosis.probes.reference import (
+    FLOAT32_EPS,
+    LEAST_ROWS,
+    full_mantissas,
+    gradients_of,
+    mantissa_bits,
+    substituted,
+)
 from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.layout import weight_of
 
@@ -108,14 +115,10 @@ def norm_gradient(
     x, gradient = (full_mantissas(shape, bits, generator) for _ in range(2))
     gain = full_mantissas(tuple(weight.shape), bits, generator).to(weight.device, weight.dtype)
     unit = norm_offset(module, dtype, device) if not centred else 0.0
-    with torch.enable_grad(), substituted([(weight, gain)]):
-        leaf = x.to(device, dtype).requires_grad_(True)
-        output = module(leaf)
-        if not output.requires_grad:
-            return []
-        shown = gradient.to(device, dtype)
-        (observed,) = torch.autograd.grad(output, leaf, shown, retain_graph=True, allow_unused=True)
-    if observed is None:  # the output depends on the weight alone: a cast or a hook cuts the graph
+    leaf = x.to(device, dtype).requires_grad_(True)
+    with substituted([(weight, gain)]):
+        (observed,) = gradients_of(lambda: module(leaf), [leaf], gradient)
+    if observed is None:
         return []
     through = gradient * (gain.double().cpu() + unit)
     normal, _ = _normalised(x, epsilon, centred)

@@ -1,21 +1,13 @@
 """Probes of the modules before and after the decoder layers: embedding, norms outside the layers, and lm_head."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
+from aqnpipe.diagnosis.probes.linears import run_product
 from aqnpipe.diagnosis.probes.norms import norm_gradient, norm_sweep
-from aqnpipe.diagnosis.probes.patterns import accumulating_operands, selection, selection_weight, with_cuts
-from aqnpipe.diagnosis.probes.reference import (
-    FLOAT32_EPS,
-    PRODUCT_BITS,
-    full_mantissas,
-    mantissa_bits,
-    substituted,
-    zero_bias,
-)
+from aqnpipe.diagnosis.probes.patterns import accumulating_product, integer_product, selecting_product, signs
+from aqnpipe.diagnosis.probes.reference import FLOAT32_EPS, full_mantissas, gradients_of, mantissa_bits
 from aqnpipe.error_bounds import TWO_ROUNDINGS
 from aqnpipe.models.layout import decoder_layers, is_norm, output_projection
 from aqnpipe.seeding import keyed_generator
@@ -23,14 +15,11 @@ from aqnpipe.seeding import keyed_generator
 EMBEDDING_GRADIENT = "embedding.weight_gradient"
 _NUM_TOKENS = 32
 _ROWS_AT_ONCE = 8192
-_LARGEST_SUM = {torch.bfloat16: 2**8, torch.float16: 2**11}
-"""Integers up to here are exact in the dtype, in which healthy kernels may hold the partial sums of a split sum."""
-
 
 _ROWS = (1, 4, 8, 97, 512)
 """Rows of one sequence with which lm_head runs: a token, few, and as many as in a prefill."""
-_LAST_OF = (4, 3)
-"""Sequences and tokens of which lm_head reads the last token of each alone, as in generation: rows with gaps."""
+_LAST_OF = (4, 1, 3)
+"""Sequences of three tokens of which lm_head reads the last token alone, as in generation: rows with gaps."""
 _ROWS_OF_GRADIENT = 64
 _TOKENS_OF_GRADIENT = 512
 """Rows of the embedding whose gradients are compared, and the tokens that they occur in."""
@@ -58,8 +47,7 @@ def probe_outer_modules(model: nn.Module, seed: int, *, is_known: bool = True, n
             checks += norm_gradient(module, OUTSIDE_LAYERS, site, like.dtype, like.device, generator)
     head = output_projection(model)
     if isinstance(head, nn.Linear):
-        checks += [*_selecting(head, generator, num_elements - _NUM_TOKENS), _summing(head, generator)]
-        checks.append(_accumulating(head, generator))
+        checks += _head(head, generator, num_elements)
     return checks
 
 
@@ -133,7 +121,7 @@ def embedding_gradients(module: nn.Module, generator: torch.Generator) -> list[C
     rows = torch.randperm(len(weight), generator=generator)[:_ROWS_OF_GRADIENT]
     rows = rows[rows != (-1 if module.padding_idx is None else module.padding_idx)]
     often = rows[torch.randint(0, len(rows), (_TOKENS_OF_GRADIENT,), generator=generator)]
-    summed = _signs(_TOKENS_OF_GRADIENT * weight.shape[1], generator).reshape(-1, weight.shape[1])
+    summed = signs((_TOKENS_OF_GRADIENT, weight.shape[1]), generator)
     plain = full_mantissas((len(rows), weight.shape[1]), mantissa_bits(weight.dtype), generator)
     found = (_embedding_gradient(module, *operands) for operands in ((often, summed), (rows, plain)))
     return [check for check in found if check is not None]
@@ -142,16 +130,12 @@ def embedding_gradients(module: nn.Module, generator: torch.Generator) -> list[C
 def _embedding_gradient(module: nn.Module, ids: Tensor, given: Tensor) -> Check | None:
     """Compare the gradient for `given` [tokens, channels]: the rows of `ids`, and others that are not zero."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    required, shown = weight.requires_grad, given.to(weight.device, weight.dtype).unsqueeze(0)
-    with torch.enable_grad():
-        weight.requires_grad_(True)
-        try:
-            output = module(ids.unsqueeze(0).to(weight.device))
-            if not output.requires_grad:
-                return None
-            (seen,) = torch.autograd.grad(output, weight, shown, retain_graph=True, allow_unused=True)
-        finally:
-            weight.requires_grad_(required)
+    required = weight.requires_grad
+    weight.requires_grad_(True)
+    try:
+        (seen,) = gradients_of(lambda: module(ids.unsqueeze(0).to(weight.device)), [weight], given.unsqueeze(0))
+    finally:
+        weight.requires_grad_(required)
     if seen is None:
         return None
     seen = seen.to_dense()
@@ -171,56 +155,21 @@ def _embedding_gradient(module: nn.Module, ids: Tensor, given: Tensor) -> Check 
     return compare("backward", OUTSIDE_LAYERS, EMBEDDING_GRADIENT, expected, found, allowed=allowed)
 
 
-def _selecting(head: nn.Linear, generator: torch.Generator, num_elements: int) -> Iterator[Check]:
-    """Run lm_head with outputs that each copy one input, times a factor; both have full mantissas as far as exact.
+def _head(head: nn.Linear, generator: torch.Generator, num_elements: int) -> list[Check]:
+    """Run lm_head with outputs that each copy one input, until every channel had `num_elements` values, and on sums.
 
-    It runs with single tokens, sequences and the last tokens of sequences, until every channel had `num_elements`
-    values.
+    It runs with single tokens, sequences, and the last tokens of sequences.
     """
-    dtype, device = head.weight.dtype, head.weight.device
-    bits = min(mantissa_bits(dtype), PRODUCT_BITS)
-    chosen, _ = selection(head.out_features, head.in_features)
-    factors = full_mantissas((head.out_features,), bits, generator)
-    more = -(-max(num_elements - _NUM_TOKENS - sum(_ROWS), 0) // _ROWS[-1])
-    shapes = [(_NUM_TOKENS, 1), *((1, rows) for rows in _ROWS + more * _ROWS[-1:])]
-    with substituted([(head.weight, selection_weight(chosen, factors, head.weight)), *zero_bias(head)]):
-        for shape in shapes:
-            x = full_mantissas((*shape, head.in_features), bits, generator)
-            yield compare("head", OUTSIDE_LAYERS, "lm_head", _products(x, chosen, factors), head(x.to(device, dtype)))
-        x = full_mantissas((*_LAST_OF, head.in_features), bits, generator)
-        expected = _products(x[:, -1:], chosen, factors)
-        yield compare("head", OUTSIDE_LAYERS, "lm_head", expected, head(x.to(device, dtype)[:, -1:]))
-
-
-def _products(x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
-    """Return what a selecting lm_head outputs; exact, for a product has twice PRODUCT_BITS at most."""
-    return x[..., chosen].float() * factors.float()
-
-
-def _summing(head: nn.Linear, generator: torch.Generator) -> Check:
-    """Run lm_head on integers whose sums are exact in any order: the weight is the outer product of two vectors."""
-    dtype, device = head.weight.dtype, head.weight.device
-    rows, columns = _signs(head.out_features, generator), _signs(head.in_features, generator)
-    num_terms = min(head.in_features, _LARGEST_SUM.get(dtype, 2**24))
-    order = torch.rand(_NUM_TOKENS, head.in_features, generator=generator).argsort(-1)
-    x = torch.where(order < num_terms, 1.0, 0.0) * _signs(order.numel(), generator).reshape(order.shape)
-    weight = rows.to(device, dtype).unsqueeze(1) * columns.to(device, dtype)
-    with substituted([(head.weight, weight), *zero_bias(head)]):
-        observed = head(x.unsqueeze(1).to(device, dtype))
-    return compare("head", OUTSIDE_LAYERS, "lm_head", (x @ columns).unsqueeze(1) * rows, observed)
-
-
-def _accumulating(head: nn.Linear, generator: torch.Generator) -> Check:
-    """Run lm_head on sums that a narrow accumulator gets wrong; the weight is one row with both signs."""
-    dtype, device = head.weight.dtype, head.weight.device
-    x, first, answer, allowed = accumulating_operands(_NUM_TOKENS, 1, head.in_features, dtype, generator)
-    rows = _signs(head.out_features, generator)
-    weight = rows.to(device, dtype).unsqueeze(1) * first.to(device, dtype)
-    with substituted([(head.weight, weight), *zero_bias(head)]):
-        observed = head(x.unsqueeze(1).to(device, dtype))
-    free = with_cuts(allowed, x, answer * rows, observed)
-    return compare("head", OUTSIDE_LAYERS, "lm_head", answer * rows, observed, allowed=free)
-
-
-def _signs(count: int, generator: torch.Generator) -> Tensor:
-    return 1 - 2 * torch.randint(0, 2, (count,), generator=generator).double()
+    size = (head.out_features, head.in_features, head.weight.dtype, generator)
+    single = [(_NUM_TOKENS, 1)]
+    missing = num_elements - 2 * _NUM_TOKENS - sum(_ROWS)
+    calls = [*single, *((1, rows) for rows in _ROWS), *[(1, _ROWS[-1])] * -(-max(missing, 0) // _ROWS[-1]), _LAST_OF]
+    num_rows = sum(sequences * tokens for sequences, tokens, *_ in calls)
+    checks = []
+    for product, of_product in (
+        (selecting_product(num_rows, *size), calls),
+        (integer_product(_NUM_TOKENS, *size), single),
+        (accumulating_product(_NUM_TOKENS, *size), single),
+    ):
+        checks += run_product("head", OUTSIDE_LAYERS, "lm_head", head, product, of_product)
+    return checks

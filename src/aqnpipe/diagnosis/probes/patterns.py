@@ -10,11 +10,14 @@ one probe, therefore have random mantissas of all bits.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from aqnpipe.diagnosis.probes.reference import operand_bits
+from aqnpipe.diagnosis.checks import Check, compare
+from aqnpipe.diagnosis.probes.reference import PRODUCT_BITS, full_mantissas, operand_bits
 from aqnpipe.error_bounds import sum_bound
 
 _WIDE_EXPONENTS = (-30, 29)
@@ -72,8 +75,36 @@ def full_mantissa_square(num_tokens: int, num_channels: int, ladder: Tensor, bit
     return square
 
 
-def selection(out_features: int, in_features: int, *, skip: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the input that each output copies (never one of the first `skip`) and its sign, both [out].
+@dataclass(frozen=True)
+class Selection:
+    """A weight whose row j has `factors[j]` in column `chosen[j]` and 0 elsewhere: every output copies one input."""
+
+    chosen: Tensor
+    factors: Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of rows."""
+        return len(self.chosen)
+
+    def times(self, factors: Tensor) -> "Selection":
+        """Return the same choice with other factors, which are multiplied with these."""
+        return replace(self, factors=self.factors * factors)
+
+    def weight(self, like: Tensor) -> Tensor:
+        """Return the weight in the form of `like` [out, in]."""
+        result = torch.zeros_like(like)
+        rows = torch.arange(len(self.chosen), device=like.device)
+        result[rows, self.chosen.to(like.device)] = self.factors.to(like)
+        return result
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return what a linear with this weight has to output for `x` [..., in]."""
+        return x[..., self.chosen.to(x.device)] * self.factors.to(x)
+
+
+def selection(out_features: int, in_features: int, *, skip: int = 0) -> Selection:
+    """Return a selection with signs that copies none of the first `skip` inputs.
 
     Neighbouring outputs copy distant inputs, so that a kernel that confuses rows or columns is detected.
     """
@@ -82,15 +113,74 @@ def selection(out_features: int, in_features: int, *, skip: int = 0) -> tuple[Te
     while usable > 1 and math.gcd(stride, usable) != 1:
         stride -= 1
     outputs = torch.arange(out_features)
-    return skip + (outputs * stride) % usable, (1 - 2 * ((outputs // 2) % 2)).double()
+    return Selection(skip + (outputs * stride) % usable, (1 - 2 * ((outputs // 2) % 2)).double())
 
 
-def selection_weight(chosen: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
-    """Return a weight like `weight` [out, in]: row j has `factors[j]` in column `chosen[j]` and 0 elsewhere."""
-    result = torch.zeros_like(weight)
-    rows = torch.arange(len(chosen), device=weight.device)
-    result[rows, chosen.to(weight.device)] = factors.to(weight.device, weight.dtype)
-    return result
+@dataclass(frozen=True)
+class OuterProducts:
+    """A weight that is a sum of outer products of `rows` [out, terms] and `columns` [terms, in], float64.
+
+    So its products are known without the kernel under test.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def weight(self, like: Tensor) -> Tensor:
+        """Return the weight in the form of `like` [out, in]; its values are small integers."""
+        result = torch.zeros(like.shape, dtype=like.dtype)
+        for row, column in zip(self.rows.T, self.columns, strict=True):
+            result.addcmul_(row.to(like.dtype).unsqueeze(1), column.to(like.dtype))
+        return result.to(like.device)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return what a linear with this weight has to output for `x` [..., in]."""
+        return (x @ self.columns.T) @ self.rows.T
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operands whose product is known: `x` [rows, in], float64, and a weight.
+
+    `allowed`: absolute deviation [rows, 1] of sums that need wide accumulators; without it every bit has to agree.
+    """
+
+    x: Tensor
+    weight: Selection | OuterProducts
+    allowed: Tensor | None = None
+
+    def check(self, probe: str, layer: int, site: str, observed: Tensor, rows: slice = slice(None)) -> Check:
+        """Compare the observed product of some rows; sums in float32 are exact in any order."""
+        x = self.x[rows]
+        answer = self.weight.product(x)
+        if self.allowed is None:
+            return compare(probe, layer, site, answer, observed)
+        free = with_cuts(self.allowed[rows], x, answer, observed) if observed.dtype != torch.float32 else None
+        return compare(probe, layer, site, answer, observed, allowed=free)
+
+
+Pattern = Callable[[int, int, int, torch.dtype, torch.Generator], Product]
+"""Makes operands from the numbers of rows, outputs and inputs, the number format, and random numbers."""
+
+
+def selecting_product(
+    num_rows: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
+) -> Product:
+    """Return a product in which every output copies one input, times a factor, both with full mantissas.
+
+    The products have 24 bits, or as many as exact products of the dtype have. Random numbers decide which inputs are
+    copied where there are more of them than outputs.
+    """
+    x = full_mantissas((num_rows, in_features), min(operand_bits(dtype), 24 - PRODUCT_BITS), generator)
+    factors = full_mantissas((out_features,), min(operand_bits(dtype), PRODUCT_BITS), generator)
+    shift = int(torch.randint(0, in_features, (1,), generator=generator))
+    chosen = (selection(out_features, in_features).chosen + shift) % in_features
+    return Product(x.float(), Selection(chosen, factors))
 
 
 def norm_input(num_tokens: int, num_channels: int) -> Tensor:
@@ -112,63 +202,55 @@ def norm_gains(num_channels: int, turn: int) -> Tensor:
     return 2.0 ** (8.0 * ((torch.arange(num_channels) + turn) % 3 - 1).double())
 
 
-def integer_operands(
-    num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x [tokens, in], weight [out, in], x @ weight.T [tokens, out]) of integers, float64 on the CPU.
+def integer_product(
+    num_rows: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
+) -> Product:
+    """Return a product of integers.
 
-    The weight is a sum of three outer products of signs, so the product is known without the kernel under test. In any
-    order of summation, no partial sum exceeds the integers that `dtype` represents exactly (2^8, 2^11 or 2^24). In
-    float32 this uses most of the bits with operands of at most eight bits, which narrower matrix units represent
-    exactly too.
+    The weight is a sum of three outer products of signs. In any order of summation, no partial sum exceeds the integers
+    that `dtype` represents exactly (2^8, 2^11 or 2^24). In float32 this uses most of the bits with operands of at most
+    eight bits, which narrower matrix units represent exactly too.
     """
     is_wide = dtype not in (torch.bfloat16, torch.float16)
     largest = {torch.bfloat16: 2**8, torch.float16: 2**11}.get(dtype, 2**24)
     parts = torch.tensor([1.0, 4.0, 16.0] if is_wide else [1.0, 1.0, 1.0], dtype=torch.float64)
     bound = int(parts.sum()) * in_features
     every, amplitude = -(-bound // largest), max(1, min(255, largest // bound))
-    token, channel = torch.arange(num_tokens).unsqueeze(1), torch.arange(in_features).unsqueeze(0)
-    values = torch.randint(-amplitude, amplitude, (num_tokens, in_features), generator=generator).double()
+    token, channel = torch.arange(num_rows).unsqueeze(1), torch.arange(in_features).unsqueeze(0)
+    values = torch.randint(-amplitude, amplitude, (num_rows, in_features), generator=generator).double()
     values = torch.where(values >= 0, values + 1, values)  # never 0
     x = torch.where((token + channel) % every == 0, values, 0.0)
-    rows, columns = _signs((out_features, 3), generator) * parts, _signs((3, in_features), generator)
-    return x, rows @ columns, (x @ columns.T) @ rows.T
+    return Product(x, OuterProducts(signs((out_features, 3), generator) * parts, signs((3, in_features), generator)))
 
 
-def cancelling_operands(
-    num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x [tokens, in], weight [out, in], x @ weight.T) whose sums need accumulators of 24 bits, float64.
+def _cancelling(num_rows: int, in_features: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return [rows, in] whose sums, under weights that are equal within blocks of four, need accumulators of 24 bits.
 
-    Aligned blocks of four inputs hold a large number, its negative and two signs in random order, under equal weights.
-    Every sum is small, but partial sums need up to 23 bits, all exact in float32 in any order. An accumulator of 8 or
-    11 bits loses the signs. A kernel that splits a sum and rounds its parts to 16 bits loses them where it cuts a
-    block, so in 16 bits a token has one block, in which the signs are equal and at least one is between the large
-    numbers: a narrow accumulator is wrong for all tokens, a split sum for few (see `with_cuts`). The weight has rank 1,
-    so the product is known without the kernel under test.
+    Aligned blocks of four inputs hold a large number, its negative and two signs in random order. Every sum is small,
+    but partial sums need up to 23 bits, all exact in float32 in any order. An accumulator of 8 or 11 bits loses the
+    signs. A kernel that splits a sum and rounds its parts to 16 bits loses them where it cuts a block, so in 16 bits a
+    token has one block, in which the signs are equal and at least one is between the large numbers: a narrow
+    accumulator is wrong for all tokens, a split sum for few (see `with_cuts`).
     """
     large = {torch.bfloat16: 2.0**16, torch.float16: 2.0**14}.get(dtype, 2.0**17)
     num_blocks = in_features // 4
     used = torch.randperm(num_blocks, generator=generator)[: min(32, num_blocks)]
-    x = torch.zeros(num_tokens, num_blocks, 4, dtype=torch.float64)
+    x = torch.zeros(num_rows, num_blocks, 4, dtype=torch.float64)
     if dtype in (torch.bfloat16, torch.float16):
-        order = torch.tensor(_AROUND_A_SIGN)[torch.randint(0, len(_AROUND_A_SIGN), (num_tokens,), generator=generator)]
-        block = torch.tensor([large, -large, 1.0, 1.0], dtype=torch.float64)[order] * _signs((num_tokens, 1), generator)
-        x[torch.arange(num_tokens), used[torch.arange(num_tokens) % len(used)]] = block
+        order = torch.tensor(_AROUND_A_SIGN)[torch.randint(0, len(_AROUND_A_SIGN), (num_rows,), generator=generator)]
+        block = torch.tensor([large, -large, 1.0, 1.0], dtype=torch.float64)[order] * signs((num_rows, 1), generator)
+        x[torch.arange(num_rows), used[torch.arange(num_rows) % len(used)]] = block
     else:
-        small = _signs((num_tokens, len(used), 2), generator)
+        small = signs((num_rows, len(used), 2), generator)
         pair = torch.tensor([large, -large], dtype=torch.float64).expand_as(small)
-        order = torch.rand(num_tokens, len(used), 4, generator=generator).argsort(-1)
+        order = torch.rand(num_rows, len(used), 4, generator=generator).argsort(-1)
         x[:, used] = torch.cat([pair, small], -1).gather(-1, order)
-    rows, blocks = _signs((out_features,), generator), _signs((num_blocks,), generator)
-    rest = torch.zeros(in_features - 4 * num_blocks, dtype=torch.float64)
-    columns = torch.cat([blocks.repeat_interleave(4), rest])
-    inputs = torch.cat([x.flatten(1), rest.expand(num_tokens, -1)], 1)
-    return inputs, rows.unsqueeze(1) * columns, (inputs @ columns).unsqueeze(1) * rows
+    blocks = signs((num_blocks, 1), generator)
+    return torch.nn.functional.pad((x * blocks).flatten(1), (0, in_features - 4 * num_blocks))
 
 
 def with_cuts(allowed: Tensor | float, x: Tensor, expected: Tensor, observed: Tensor) -> Tensor:
-    """Return `allowed` and the roundings of the tokens of `cancelling_operands` that a split sum cuts, [tokens, out].
+    """Return `allowed` and the roundings of the tokens whose sum a split sum cuts, [tokens, out]; see `_cancelling`.
 
     Those of an output that is wrong for at most half of the tokens that have to be exact: a cut is at few places.
     """
@@ -182,10 +264,8 @@ def with_cuts(allowed: Tensor | float, x: Tensor, expected: Tensor, observed: Te
     return torch.where(exact & is_few, roundings, bound)
 
 
-def running_operands(
-    num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x [tokens, in], weight [out, in], x @ weight.T): sums in which a large number waits for its negative.
+def _running(num_rows: int, in_features: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return [rows, in] whose sums, under weights of 1, have a large number that waits for its negative.
 
     The first product is large and the last its negative. Between them up to 44 ones are spread over the inputs. Their
     sum is 2.75 units in the last place of the large number in 16 bits (those of bfloat16 for a float32 model), but that
@@ -196,34 +276,32 @@ def running_operands(
     bits = 11 if dtype == torch.float16 else 8
     count = min(in_features - 2, _NUM_WAITING)
     large = 2.0 ** (int(math.log2(count / 2.6)) + bits - 1)
-    x = torch.zeros(num_tokens, in_features, dtype=torch.float64)
+    x = torch.zeros(num_rows, in_features, dtype=torch.float64)
     x[:, 1 + torch.arange(count) * (in_features - 2) // count] = 1.0
     x[:, 0], x[:, -1] = large, -large
-    x *= _signs((num_tokens, 1), generator)
-    rows, columns = _signs((out_features,), generator), _signs((in_features,), generator)
-    return x * columns, rows.unsqueeze(1) * columns, x.sum(1, keepdim=True) * rows
+    return x * signs((num_rows, 1), generator)
 
 
-def accumulating_operands(
-    num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (x, weight, x @ weight.T, allowed deviation [tokens, 1]): both kinds of sums under one weight.
+def accumulating_product(
+    num_rows: int, out_features: int, in_features: int, dtype: torch.dtype, generator: torch.Generator
+) -> Product:
+    """Return sums that need wide accumulators: half of the rows cancel at once, the others at the end.
 
-    The first half of the tokens are those of `cancelling_operands`, the second half those of `running_operands`. There
-    kernels of 16 bits that split a sum may round its parts.
+    In 16 bits, kernels that split a sum may round its parts in the latter.
     """
-    half = num_tokens // 2
-    size = (out_features, in_features, dtype, generator)
-    cancelling, under, _ = cancelling_operands(half, *size)
-    running, weight, _ = running_operands(num_tokens - half, *size)
-    x = torch.cat([cancelling * under[0] * weight[0], running])
-    allowed = torch.zeros(num_tokens, 1, dtype=torch.float64)
+    half = num_rows // 2
+    columns = signs((1, in_features), generator)
+    cancelling = _cancelling(half, in_features, dtype, generator)
+    running = _running(num_rows - half, in_features, dtype, generator)
+    allowed = torch.zeros(num_rows, 1, dtype=torch.float64)
     if dtype in (torch.bfloat16, torch.float16):
         allowed[half:] = sum_bound(running.abs().sum(1, keepdim=True), in_features, dtype)
-    return x, weight, (x @ weight[0]).unsqueeze(1) * (weight[:, 0] * weight[0, 0]), allowed
+    weight = OuterProducts(signs((out_features, 1), generator), columns)
+    return Product(torch.cat([cancelling, running]) * columns, weight, allowed)
 
 
-def _signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return random numbers that are 1 or -1, float64."""
     return 2.0 * torch.randint(0, 2, shape, generator=generator).double() - 1
 
 

@@ -1,6 +1,6 @@
 """Common parts of known answers that are computed in float64 on the host: operands, and roundings of devices."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,8 +19,6 @@ FEW_ROWS = (1, 4, 8)
 """Rows of a decode of one to eight sequences; kernels are chosen by their number."""
 
 _MANTISSA_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
-
-_SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 _ALLOWED_BITS = {"highest": 24, "high": 11, "medium": 8}
 """Bits of float32 operands that products keep, by torch.get_float32_matmul_precision: IEEE, TF32, bfloat16."""
 
@@ -33,6 +31,23 @@ def on_host() -> Iterator[None]:
     """
     with torch._C.DisableTorchFunction():
         yield
+
+
+def opening_of(dtype: torch.dtype) -> float:
+    """Return a gate at which silu and gelu return their input exactly, because the sigmoid rounds to 1 in `dtype`."""
+    return 16.0 if dtype == torch.float16 else 128.0
+
+
+def gradients_of(run: Callable[[], Tensor], leaves: Sequence[Tensor], given: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `leaves` for the gradient `given` of the output of `run`; None where a graph is cut.
+
+    The graph is kept, because a hook that keeps earlier outputs may have made it a part of a later one.
+    """
+    with torch.enable_grad():
+        output = run()
+        if not output.requires_grad:
+            return (None,) * len(leaves)
+        return torch.autograd.grad(output, leaves, given.to(output), retain_graph=True, allow_unused=True)
 
 
 def mantissa_bits(dtype: torch.dtype) -> int:
@@ -49,7 +64,7 @@ def full_mantissas(shape: tuple[int, ...], bits: int, generator: torch.Generator
 
 def operand_bits(dtype: torch.dtype) -> int:
     """Return the significant bits that products of `dtype` must keep under the settings of torch."""
-    bits = _SIGNIFICANT_BITS.get(dtype, 24)
+    bits = _MANTISSA_BITS.get(dtype, 24)
     return min(bits, _ALLOWED_BITS[torch.get_float32_matmul_precision()]) if dtype == torch.float32 else bits
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.diagnosis.capture import hooked
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.probes.reference import FLOAT32_EPS, full_mantissas, mantissa_bits, on_host
 from aqnpipe.seeding import keyed_generator
@@ -59,32 +60,24 @@ def shown_projections(
             record(layer, shown.to(output.dtype))
             return torch.empty_like(output).copy_(shown)
 
-    handles = [
+    with hooked(
         module.register_forward_hook(lambda m, a, out, i=index, n=number: show(i, n, out))
         for attention, index in attentions.items()
         for number, (name, module) in enumerate(attention.named_children())
         if name in PROJECTIONS
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def zero_angles(model: nn.Module) -> Iterator[None]:
     """Replace every table of cosines and sines by that of angle zero while the body runs."""
-    handles = [
+    with hooked(
         module.register_forward_hook(lambda m, a, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
         for module in model.modules()
         if "rotaryembedding" in type(module).__name__.lower()
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def rotation_checks(

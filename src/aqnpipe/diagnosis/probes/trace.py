@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aqnpipe.diagnosis.capture import hooked
 from aqnpipe.models.sites import LayerSites
 
 
@@ -31,11 +32,8 @@ def tracing(sites: LayerSites) -> Iterator[Trace]:
         module.register_forward_hook(_recorder(trace, name), with_kwargs=True) for name, module in sites.modules.items()
     ]
     handles += [end.register_forward_hook(_branch_recorder(trace)) for end in sites.branch_ends]
-    try:
+    with hooked(handles):
         yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def first_tensor(output: Any) -> Tensor:
