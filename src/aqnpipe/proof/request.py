@@ -71,7 +71,8 @@ class AuditRequest(NamedTuple):
     @property
     def scale(self) -> float | None:
         """The scale of the error; None if it has none."""
-        return getattr(self.error, "scale", None)
+        found: float | None = getattr(self.error, "scale", None)
+        return found
 
     @property
     def in_words(self) -> str:

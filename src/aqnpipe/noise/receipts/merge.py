@@ -114,4 +114,4 @@ def _where(row: Row) -> str:
 
 def _shown(value: Any, other: Any) -> str:
     """Return a value in words; of a set or a mapping what the other one does not have."""
-    return min(set(value) - set(other), default="no other") if isinstance(value, set | dict) else str(value)
+    return str(min(set(value) - set(other), default="no other") if isinstance(value, set | dict) else value)

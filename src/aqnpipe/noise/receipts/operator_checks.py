@@ -292,7 +292,9 @@ def _requested_error(receipt: ReceiptContent, cell: Row) -> AppliedError | None:
     noise = receipt.module_noise if cell.is_module else receipt.operator_noise
     if noise is None or not _is_requested(noise, cell.phase):
         return None
-    error = noise.error if isinstance(noise, ModuleNoise) else noise.error_in(cell.layer)
+    if isinstance(noise, ModuleNoise):
+        return noise.error
+    error = noise.error_in(cell.layer)
     return error.operators.get(cell.operator.partition(".")[2]) if isinstance(error, LayerErrors) else error
 
 
