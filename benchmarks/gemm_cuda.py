@@ -16,10 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from aqnpipe.errors import AqnpipeError
-from aqnpipe.noise.kernels.gaussian_cuda import DeviceNoiseStream, key_argument, normal_of_element
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian_cuda import philox, polar, sin_pi
+from aqnpipe.noise.kernels.stream import GROUP, NoiseStream
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_GROUP = tl.constexpr(GROUP)
+_QUARTER = tl.constexpr(GROUP // 4)
 
 
 def _config(block_m: int, block_n: int, block_k: int, num_stages: int, num_warps: int) -> triton.Config:
@@ -39,7 +42,7 @@ CONFIGS = [
 """Tiles for prefill and training down to decode, within an A100's shared memory (163 KiB); the last suits float32."""
 
 
-def matmul_with_relative_error(a: Tensor, b: Tensor, scale: float, source: NoiseStream | DeviceNoiseStream) -> Tensor:
+def matmul_with_relative_error(a: Tensor, b: Tensor, scale: float, source: NoiseStream) -> Tensor:
     """Return `(a @ b) * (1 + scale*z)` in the dtype of the operands, accumulated and noised in float32, rounded once.
 
     `a` is (m, k), `b` (k, n), of any strides (`weight.t()` is fine) and one of `DTYPES`; float32 is multiplied as IEEE
@@ -57,7 +60,6 @@ def matmul_with_relative_error(a: Tensor, b: Tensor, scale: float, source: Noise
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)
     if out.numel() == 0:
         return out
-    key, key_in_memory = key_argument(source, a.device)
 
     def grid(tile: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(m, tile["BLOCK_M"]) * triton.cdiv(n, tile["BLOCK_N"]),)
@@ -65,7 +67,7 @@ def matmul_with_relative_error(a: Tensor, b: Tensor, scale: float, source: Noise
     with torch.cuda.device_of(a):
         _matmul_kernel[grid](
             a, b, out, m, n, k, triton.next_power_of_2(m), *a.stride(), *b.stride(),
-            scale, key, source.call, source.stream, KEY_IN_MEMORY=key_in_memory,
+            scale, source.key, source.call, source.stream,
         )  # fmt: skip
     return out
 
@@ -89,7 +91,6 @@ def _matmul_kernel(
     key,
     call,
     stream,
-    KEY_IN_MEMORY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -111,9 +112,20 @@ def _matmul_kernel(
         a_pointers += BLOCK_K * stride_ak
         b_pointers += BLOCK_K * stride_bk
     element = row[:, None].to(tl.uint32) * n + column[None, :].to(tl.uint32)
-    noised = accumulator * (1.0 + scale * normal_of_element(element, key, call, stream, KEY_IN_MEMORY))
+    noised = accumulator * (1.0 + scale * _normal_of_element(element, key, call, stream))
     out_pointers = out + row[:, None].to(tl.int64) * n + column[None, :]
     tl.store(out_pointers, noised.to(out.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@triton.jit
+def _normal_of_element(element, key, call, stream):
+    """Return the normal of each single element (uint32, any shape): four times the Philox work of whole groups."""
+    w0, w1, w2, w3 = philox(element // _GROUP * _QUARTER + element % _QUARTER, key, call, stream)
+    quarter = element // _QUARTER % 4
+    second_pair = quarter >= 2
+    radius, cosine_angle, sine_angle = polar(tl.where(second_pair, w2, w0), tl.where(second_pair, w3, w1))
+    is_sine = quarter % 2 == 1
+    return radius * sin_pi(tl.where(is_sine, sine_angle, cosine_angle))
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import gemm_cuda  # noqa: E402
 from gemm_cuda import matmul_with_relative_error  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-from aqnpipe.noise.kernels.gaussian_cuda import CPU_AGREEMENT, DeviceKeys, apply_gaussian_  # noqa: E402
+from aqnpipe.noise.kernels.gaussian_cuda import CPU_AGREEMENT, apply_gaussian_  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SOURCE = NoiseStream(key=0x1234_5678_9ABC_DEF0, call=7, stream=3)
@@ -95,14 +95,6 @@ def test_rows_and_columns_of_any_stride():
     assert torch.equal(matmul_with_relative_error(spread[::2, ::2], b, SCALE, SOURCE), expected)
 
 
-def test_a_key_in_memory_draws_what_the_same_key_by_value_draws():
-    a, b = operands(5, 16, 20)
-    keys = DeviceKeys(2, DEVICE)
-    keys.refresh([4, SOURCE.key])
-    from_memory = matmul_with_relative_error(a, b, SCALE, keys.stream(1, SOURCE.call, SOURCE.stream))
-    assert torch.equal(from_memory, matmul_with_relative_error(a, b, SCALE, SOURCE))
-
-
 def test_an_empty_product_is_empty():
     assert matmul_with_relative_error(*operands(0, 4, 3), SCALE, SOURCE).shape == (0, 3)
 
@@ -129,7 +121,7 @@ kernel = _matmul_kernel.fn
 for capability, n in ((80, "i32"), (90, "constexpr")):
     types = {name: "i32" for name in kernel.arg_names}
     types |= {"a": "*bf16", "b": "*bf16", "out": "*bf16", "scale": "fp32", "key": "i64", "n": n}
-    constants = {"KEY_IN_MEMORY": False, "stride_ak": 1, "stride_bk": 1} | tile.kwargs
+    constants = {"stride_ak": 1, "stride_bk": 1} | tile.kwargs
     types |= dict.fromkeys(constants, "constexpr")
     divisible = [i for i, name in enumerate(kernel.arg_names) if types[name] in ("*bf16", "i32")]
     aligned = {(i,): [["tt.divisibility", 16]] for i in divisible}

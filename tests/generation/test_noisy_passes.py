@@ -5,7 +5,7 @@ import pytest
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import AdaptiveNoise, CacheNoise, Fault, ModuleNoise, OperatorNoise, RelativeGaussian
 from aqnpipe.generation.backend import Sampling
-from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise, TransformersPasses, pass_receipt
+from aqnpipe.generation.noisy_passes import PassNoise, TransformersPasses, pass_receipt
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model, load_tokenizer
@@ -67,9 +67,9 @@ def test_without_noise_the_common_prefix_is_read_once(model, tokenizer, prompts,
 
 
 def test_a_rollout_with_aqn_is_not_clean():
-    rest = {"clean_norms": "0" * 64, "fault_states": ()}
-    assert RolloutNoise(**rest).is_clean
-    assert not RolloutNoise(aqn=AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05}), **rest).is_clean
+    rest = {"phase": "rollout", "clean_norms": "0" * 64, "fault_states": ()}
+    assert PassNoise(**rest).is_clean
+    assert not PassNoise(aqn=AdaptiveNoise(schedule={"kind": "constant", "sigma": 0.05}), **rest).is_clean
 
 
 @pytest.mark.parametrize("noise", CHANGED, ids=["operators", "modules", "fault", "cache"])

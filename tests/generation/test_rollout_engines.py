@@ -9,6 +9,7 @@ from torch import nn
 from aqnpipe.config.noise import AdaptiveNoise, Fault, NoiseSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
+from aqnpipe.generation.noisy_passes import PassMeasurements
 from aqnpipe.generation.rollout_engines import Rollout, VllmRolloutEngine
 from aqnpipe.generation.vllm import weights as weight_sync
 from aqnpipe.generation.vllm.engine import VllmEngine
@@ -45,7 +46,7 @@ class FakeEngine:
         self.loaded = dict(weights)
         self.calls.append("load")
 
-    def begin_rollout(self, noise):
+    def begin_pass(self, noise):
         self.noise = noise
         self.calls.append("begin")
 
@@ -53,12 +54,12 @@ class FakeEngine:
         self.calls.append("generate")
         return [Completion([1], "stop", [0.0]) for _ in prompts]
 
-    def end_rollout(self):
+    def end_pass(self):
         state = recorder(self.noise).state()
         if self.noise.aqn is not None:
             syncs = (sync(self.noise.clean_norms, self.norms or self.noise.clean_norms),)
             state = state.model_copy(update={"rows": (*state.rows, *syncs)})
-        return state, self.fault_states
+        return PassMeasurements(3, 7, state, self.fault_states)
 
     def fall_asleep(self):
         self.calls.append("sleep")

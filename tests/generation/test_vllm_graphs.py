@@ -13,9 +13,9 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.generation.vllm.graphs import WorkerGraphs, graph_settings, why_no_graphs
-from aqnpipe.generation.vllm.measurements import checked_measurements
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.generation.vllm.worker import _WorkerPass
+from aqnpipe.generation.vllm.worker_merge import checked_measurements
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 NOISE = OperatorNoise(error=RelativeGaussian(scale=0.05))

@@ -220,14 +220,14 @@ def test_one_worker_alone_is_returned_as_it_is():
     [
         (
             state(with_changes(PHASE, keys={"seed 4, step 0": 1}), *CELLS),
-            "worker 1 of 2: the noise has other keys than on worker 0",
+            "worker 1 of 2: evaluation: keys is seed 4, step 0, seed 3, step 0 on worker 0",
         ),
-        (state(PHASE, CELLS[1]), "evaluation mm layer 0: 0 noised calls on 0 elements, worker 0 had 4 on 1280"),
+        (state(PHASE, CELLS[1]), "evaluation mm layer 0: calls is 0, 4 on worker 0"),
         (state(PHASE, CELLS[0]), "worker 1 of 2: evaluation: no attention was noised in layers"),
-        (state(PHASE, cell("mm", 640, calls=4), CELLS[1]), "4 noised calls on 640 elements, worker 0 had 4 on"),
+        (state(PHASE, cell("mm", 640, calls=4), CELLS[1]), "evaluation mm layer 0: elements is 640, 1280 on worker 0"),
         (state(PHASE), "worker 1 of 2: evaluation: noise was requested but never reached layers"),
-        (state(Row("evaluation", passes=3), *CELLS), "evaluation: 3 forward passes, worker 0 had 2"),
-        (state(PHASE, *CELLS, FAULTED), "fault 0 had other calls"),
+        (state(Row("evaluation", passes=3), *CELLS), "evaluation: passes is 3, 2 on worker 0"),
+        (state(PHASE, *CELLS, FAULTED), "evaluation fault 0 layer 0: calls is "),
         (state(PHASE, cell("mm", 1280, calls=4, scale=1e-5), CELLS[1]), "worker 1 of 2: .*scale 1e-05"),
         (
             state(with_changes(PHASE, contradictions={"the values used have no noise": 1}), *CELLS),

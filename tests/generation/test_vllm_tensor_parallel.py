@@ -18,7 +18,7 @@ from aqnpipe.config.noise import (
 )
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
-from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise, pass_receipt
+from aqnpipe.generation.noisy_passes import PassNoise, pass_receipt
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.machine.machine import NoiseKey
 
@@ -125,7 +125,7 @@ def test_two_workers_answer_as_one_and_their_receipts_are_one(one, two, name):
     ("name", "says"),
     [
         ("no noise", "worker 1 of 2 measured 0 forward passes"),
-        ("another key", "worker 1 of 2: the noise has other keys than on worker 0"),
+        ("another key", "worker 1 of 2: evaluation: keys is seed"),
         ("columns of another worker", r"linear\.up_proj: noise on columns 0 to \d+ of \d+, expected all of them once"),
     ],
 )
@@ -138,6 +138,6 @@ def test_a_worker_with_other_noise_is_refused(two, sabotage, name, says):
 
 def test_a_rollout_on_two_workers_is_refused_in_one_line(two):
     with pytest.raises(ModelError, match="rollouts on tensor-parallel engines are not supported"):
-        two.begin_rollout(RolloutNoise(clean_norms="0" * 64, fault_states=()))
+        two.begin_pass(PassNoise(phase="rollout", clean_norms="0" * 64))
     with pytest.raises(ModelError, match="rollouts on tensor-parallel engines are not supported"):
         two.load_weights([("model.norm.weight", torch.ones(1))])

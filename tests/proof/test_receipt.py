@@ -9,16 +9,22 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.audit.random_numbers import Draws
 from aqnpipe.noise.receipts.table import Row
 from aqnpipe.proof.comparison import compare
-from aqnpipe.proof.receipt import MachineReceipt, Requested, cell_of, described
+from aqnpipe.proof.receipt import MachineReceipt, cell_of
 from aqnpipe.proof.recompute import Sampled
+from aqnpipe.proof.request import AuditRequest
 
 CELL = cell_of("forward", "layers.0", "mm", torch.float32)
 
 
+FIVE_PERCENT = RelativeGaussian(scale=0.05)
+
+
+def request(error=FIVE_PERCENT, backward=False):
+    return AuditRequest(error, 0, (0, 0, 0), "forward", None, backward)
+
+
 def receipt(*phases, **seen):
-    made = MachineReceipt(
-        Requested(phases or ("forward",), "relative gaussian scale 0.05", 0.05), np.random.default_rng(0)
-    )
+    made = MachineReceipt(request(backward="backward" in phases), np.random.default_rng(0))
     made.count({("forward", "mm", "noised"): 4})
     known = {"products": 2, "recomputed": 32, "found_expected": 2.0, "requested_squares": 2.0, "found_squares": 2.0}
     made.add(CELL, **known | seen)
@@ -26,8 +32,8 @@ def receipt(*phases, **seen):
 
 
 def test_errors_in_words():
-    assert described(RelativeGaussian(scale=0.05)) == "relative gaussian scale 0.05"
-    assert described(MantissaTruncation(mantissa_bits=4)) == "mantissa truncation mantissa_bits 4"
+    assert request(RelativeGaussian(scale=0.05)).in_words == "relative gaussian scale 0.05"
+    assert request(MantissaTruncation(mantissa_bits=4)).in_words == "mantissa truncation mantissa_bits 4"
 
 
 def test_an_accepted_receipt():
@@ -36,7 +42,7 @@ def test_an_accepted_receipt():
 
 
 def test_parts_of_a_cell_add_up():
-    made, sums = MachineReceipt(Requested((), "", None), np.random.default_rng(0)), (1.0, 2.0, 3.0)
+    made, sums = MachineReceipt(request(None), np.random.default_rng(0)), (1.0, 2.0, 3.0)
     named = dict(zip(("found_expected", "requested_squares", "found_squares"), sums, strict=True))
     made.add(CELL, products=1, recomputed=16, wrong=1, largest_deviation=0.5, **named)
     made.add(CELL, products=2, recomputed=16, wrong=0, largest_deviation=0.9, **named)

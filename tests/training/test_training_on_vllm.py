@@ -69,7 +69,7 @@ from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.training.audit import rollouts
 from aqnpipe.training.run import TrainingInputs
 
-end_rollout, ended = VllmEngine.end_rollout, []
+end_pass, ended = VllmEngine.end_pass, []
 
 
 def killed(engine):
@@ -77,10 +77,10 @@ def killed(engine):
         print("processes", *(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     ended.append(None)
-    return end_rollout(engine)
+    return end_pass(engine)
 
 
-VllmEngine.end_rollout = killed
+VllmEngine.end_pass = killed
 aqnpipe.training.run.reward_correct = scattered_rewards
 rollouts.strict_rewards = lambda texts, golds: scattered_rewards(texts)
 spec, folder, *inputs = sys.argv[1:]

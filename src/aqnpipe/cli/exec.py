@@ -131,7 +131,7 @@ def _products(receipt: "MachineReceipt") -> str:
     scale = receipt.measured_scale
     measured = "" if scale is None else f", measured scale {scale:.4f}"
     return (
-        f"{receipt.noised:,} of {receipt.products:,} products had {receipt.requested.error}{measured} from "
+        f"{receipt.noised:,} of {receipt.products:,} products had {receipt.requested.in_words}{measured} from "
         f"{receipt.recomputed_numbers:,} recomputed values"
     )
 

@@ -23,11 +23,17 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 class PassNoise(NoiseSpec):
     """The noise and faults of one pass. Plain data, so that it can be sent to the processes of an engine.
 
-    `noise_seed` is the seed that its random numbers must have; None accepts any.
+    `noise_seed` is the seed that its random numbers must have; None accepts any. The others are of a rollout: `factors`
+    maps the names of AQN's targets to factors on `sigma`, `clean_norms` is the SHA-256 of the trainer's norm weights,
+    and `fault_states` are the states of the faults after earlier phases of the run.
     """
 
     phase: Phase = "evaluation"
     noise_seed: int | None = None
+    sigma: float = 0.0
+    factors: dict[str, float] = Field(default_factory=dict)
+    clean_norms: str | None = None
+    fault_states: tuple[ActiveFaultState, ...] | None = None
 
     @property
     def is_clean(self) -> bool:
@@ -37,64 +43,38 @@ class PassNoise(NoiseSpec):
     @property
     def norm_sigmas(self) -> dict[str, float]:
         """Sigma of AQN on every norm that has it, by name."""
-        return {}
-
-    def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
-        """Return a recorder that expects exactly this noise, for a model with these numbers of layers and RMSNorms."""
-        return ReceiptRecorder(
-            self,
-            expected_phases=(self.phase,),
-            num_layers=num_layers,
-            num_norms=num_norms,
-            seed=self.noise_seed,
-        )
-
-    def active_faults(self) -> ActiveFaults:
-        """Return the faults before their first call in the pass."""
-        return ActiveFaults.of(self.faults)
-
-
-class RolloutNoise(PassNoise):
-    """The noise and faults of one training rollout: a pass of one batch, with weights sent by the trainer.
-
-    `factors` maps the names of AQN's targets to factors on `sigma`. `clean_norms` is the SHA-256 of the trainer's norm
-    weights. `fault_states` are the states of the faults after earlier phases of the run.
-    """
-
-    phase: Phase = "rollout"
-    sigma: float = 0.0
-    factors: dict[str, float] = Field(default_factory=dict)
-    clean_norms: str
-    fault_states: tuple[ActiveFaultState, ...]
-
-    @property
-    def norm_sigmas(self) -> dict[str, float]:
-        """Sigma of AQN on every norm that has it, by name."""
         on_norms = self.aqn is not None and self.aqn.targets != "hidden_states"
         return {name: self.sigma * factor for name, factor in self.factors.items()} if on_norms else {}
 
     def recorder(self, num_layers: int, num_norms: int) -> ReceiptRecorder:
-        """Return a recorder for one rollout."""
+        """Return a recorder that expects exactly this noise, for a model with these numbers of layers and RMSNorms."""
         recorder = ReceiptRecorder(
-            self, expected_phases=(self.phase,), num_layers=num_layers, num_norms=num_norms, norms_watched=True
+            self,
+            expected_phases=(self.phase,),
+            num_layers=num_layers,
+            num_norms=num_norms,
+            norms_watched=self.clean_norms is not None,
+            seed=self.noise_seed,
         )
-        recorder.expect_clean_norms(self.clean_norms)
+        if self.clean_norms is not None:
+            recorder.expect_clean_norms(self.clean_norms)
         return recorder
 
     def active_faults(self) -> ActiveFaults:
-        """Return the faults in the states that the run left."""
+        """Return the faults before their first call in the pass, of a rollout as the run left them."""
         return ActiveFaults.of(self.faults, self.fault_states)
 
 
 @dataclass(frozen=True)
 class PassMeasurements:
-    """Records of a pass, or of one shard of it; not yet checked."""
+    """Records of a pass, or of one shard of it, not yet checked; and the faults of a rollout as it left them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     num_layers: int
     num_norms: int
     state: RecorderState
+    fault_states: tuple[ActiveFaultState, ...] = ()
 
 
 def pass_receipt(noise: PassNoise, measurements: Sequence[PassMeasurements]) -> Receipt:

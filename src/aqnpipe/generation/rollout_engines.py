@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import NoiseSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.noisy_passes import RolloutNoise
+from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.generation.vllm.engine import VllmEngine
 from aqnpipe.generation.vllm.weights import for_engine
@@ -110,9 +110,10 @@ class VllmRolloutEngine:
         clean_norms = self._send(policy)
         # The recorder in the worker compares with the spec that it receives, so the spec itself is compared here.
         recorder.note_installed("rollout", **dict(rollout.spec))
-        self._vllm.begin_rollout(
-            RolloutNoise(
+        self._vllm.begin_pass(
+            PassNoise(
                 **dict(rollout.spec),
+                phase="rollout",
                 fault_states=rollout.faults.states(),
                 sigma=rollout.sigma,
                 factors=dict(rollout.factors),
@@ -120,18 +121,18 @@ class VllmRolloutEngine:
             )
         )
         completions = self._vllm.generate(rollout.prompts, rollout.sampling, rollout.key)
-        state, fault_states = self._vllm.end_rollout()
-        rollout.faults.restore(fault_states)
+        measured = self._vllm.end_pass()
+        rollout.faults.restore(measured.fault_states)
         if self._sleeps:
             self._vllm.fall_asleep()
             self._is_asleep = True
-        for sync in state.weight_syncs:
+        for sync in measured.state.weight_syncs:
             if sync.digests != {clean_norms}:
                 raise ReceiptError(
                     f"receipt invalid: AQN step {sync.step}: the clean norm weights in vLLM's worker are not "
                     "the trainer's"
                 )
-        recorder.restore(merge_states([recorder.state(), state]))
+        recorder.restore(merge_states([recorder.state(), measured.state]))
         return completions
 
     def close(self) -> None:

@@ -25,8 +25,8 @@ from aqnpipe.models.layout import decoder_layers, refuse_norms_without_weight
 from aqnpipe.models.parts import Parts, parts_of
 from aqnpipe.noise.kernels.custom import refuse_unusable
 from aqnpipe.proof.audit import Audit
-from aqnpipe.proof.operators import AuditRequest
-from aqnpipe.proof.receipt import MachineReceipt, Requested, described
+from aqnpipe.proof.receipt import MachineReceipt
+from aqnpipe.proof.request import AuditRequest
 from aqnpipe.seeding import derive_seed
 
 _REPLICATING = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -37,18 +37,14 @@ _KEY_LIMIT = 2**63
 class NoiseReceipt(MachineReceipt):
     """Request and measurements of `noisy`, over all contexts that share this receipt."""
 
-    def __init__(self, model: nn.Module, request: AuditRequest, scale: float | None) -> None:
-        phases = (request.stream, "backward") if request.backward else (request.stream,)
-        draws = np.random.default_rng(derive_seed(request.seed, "noisy audit"))
-        own = request.error if isinstance(request.error, CustomError) else None
-        super().__init__(Requested(phases, described(request.error), scale, request.elementwise, own), draws)
+    def __init__(self, model: nn.Module, request: AuditRequest) -> None:
+        super().__init__(request, np.random.default_rng(derive_seed(request.seed, "noisy audit")))
         self._model = model
-        self._request = request
         self.next_step = 0
 
     def is_of(self, model: nn.Module, request: AuditRequest) -> bool:
         """Return whether this receipt can continue with a context of this model and noise."""
-        return self._model is model and self._request == request
+        return self._model is model and self.requested == request
 
 
 @contextmanager
@@ -110,7 +106,7 @@ def noisy(
         requested.error, int(seed), (0, 0, 0), stream, selected, backward, elementwise=is_all, errors=errors
     )
     if receipt is None:
-        receipt = NoiseReceipt(model, asked, getattr(requested.error, "scale", None))
+        receipt = NoiseReceipt(model, asked)
     elif not receipt.is_of(model, asked):
         raise ConfigError("noisy: the receipt is of another model, noise or seed, expected the one that it began with")
     step = receipt.next_step if step is None else int(step)

@@ -29,7 +29,6 @@ from torch.utils.hooks import RemovableHandle
 
 from aqnpipe.artifacts.measured_errors import with_figures
 from aqnpipe.config.base import describe_validation_error
-from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import FakeQuantization, Fault, OperatorSet, OutputErrorModel, PlacedError
 from aqnpipe.errors import ConfigError, ModelError
@@ -47,8 +46,8 @@ from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.table import Place, Row, fault_operator
 from aqnpipe.proof.audit import Audit
 from aqnpipe.proof.observation import watch_backward
-from aqnpipe.proof.operators import AuditRequest
-from aqnpipe.proof.receipt import MachineReceipt, Requested, described
+from aqnpipe.proof.receipt import MachineReceipt
+from aqnpipe.proof.request import AuditRequest
 from aqnpipe.seeding import derive_seed
 
 _OUTSIDE = 0
@@ -90,12 +89,10 @@ class ProgramMachine(BaseModel):
     receipts: Path
 
     @property
-    def requested(self) -> Requested:
-        """Return what a receipt must show."""
-        phases = () if self.error is None else (_STREAM, "backward") if self.backward else (_STREAM,)
-        own = self.error if isinstance(self.error, CustomError) else None
-        scale = getattr(self.error, "scale", None)
-        return Requested(phases, described(self.error), scale, self.operators == "all", own)
+    def requested(self) -> AuditRequest:
+        """The request to the audit, of all places and operators; what a receipt must show."""
+        is_all = self.operators == "all"
+        return AuditRequest(self.error, self.seed, (0, 0, 0), _STREAM, None, self.backward, elementwise=is_all)
 
 
 class _Written(BaseModel):
@@ -146,39 +143,24 @@ class _Program:
         self._process, self._began, self._spent = os.getpid(), time.monotonic(), 0.0
         self._is_behind = False
         self._writing = threading.RLock()
-        is_all = settings.operators == "all"
         self.receipt = MachineReceipt(
             settings.requested, np.random.default_rng(derive_seed(settings.seed, "exec audit"))
         )
         self._faults = list(map(self.receipt.row, _places_of(settings.faults)))
         error = with_figures(settings.error) if isinstance(settings.error, MeasuredError) else settings.error
-        request = AuditRequest(
-            error,
-            settings.seed,
-            (0, 0, 0),
-            _STREAM,
-            self._selected,
-            settings.backward,
-            self._operators,
-            is_all,
-            self._errors,
+        places: dict[str, Any] = {"error": error, "operators": self._operators, "errors": self._errors}
+        asked = settings.requested._replace(selected=self._selected, **places)
+        self._audit = Audit(asked, self.receipt, _OUTSIDE)
+        request = Request(
+            key=NoiseKey(settings.seed),
+            num_parts=_OUTSIDE,
+            stream=_STREAM,
+            parts=self._selected,
+            backward=settings.backward,
+            elementwise=asked.elementwise,
+            **places,
         )
-        self._audit = Audit(request, self.receipt, _OUTSIDE)
-        key = NoiseKey(settings.seed)
-        self._machine = Machine(
-            Request(
-                error,
-                key,
-                _OUTSIDE,
-                _STREAM,
-                self._selected,
-                settings.backward,
-                self._operators,
-                is_all,
-                self._errors,
-            ),
-            self._observe_outside,
-        )
+        self._machine = Machine(request, self._observe_outside)
         self._audit.exactly = self._machine.exactly
 
     def start(self) -> None:

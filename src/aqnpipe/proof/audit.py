@@ -36,10 +36,11 @@ from aqnpipe.proof.observation import Observation, Visit, watch_backward
 from aqnpipe.proof.operations import (
     machine_name,
 )
-from aqnpipe.proof.operators import PLAIN, VISIT, AuditRequest, AuditThread, OperatorAudit
+from aqnpipe.proof.operators import PLAIN, VISIT, AuditThread, OperatorAudit
 from aqnpipe.proof.outputs import watch_outputs
 from aqnpipe.proof.receipt import MachineReceipt, cell_of
 from aqnpipe.proof.recompute import Arguments, Shards, in_whole
+from aqnpipe.proof.request import AuditRequest
 
 _EXPECTED_AUDITS = 4
 _LEAST_SHARE = 1 / 64

@@ -5,7 +5,7 @@ float64 from their operands (`recompute`); the requested error comes from keys o
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import LayerErrors
 from aqnpipe.config.noise import (
-    MACHINE,
     AppliedError,
     FakeQuantization,
     MeasuredError,
-    PlacedError,
     RelativeGaussian,
     is_fixed,
 )
@@ -30,7 +28,7 @@ from aqnpipe.noise.receipts.table import Place
 from aqnpipe.proof.comparison import compare, compare_exact
 from aqnpipe.proof.elementwise import ELEMENTWISE
 from aqnpipe.proof.linear import values_of
-from aqnpipe.proof.modules import MODULE_ERROR, MODULE_STREAM, RequestedModule, compare_module
+from aqnpipe.proof.modules import MODULE_ERROR, MODULE_STREAM, compare_module
 from aqnpipe.proof.names import operator_name
 from aqnpipe.proof.norms import ATTENTION, NORM, NORM_GRADIENT, RESULTS, SUM
 from aqnpipe.proof.observation import Mode, Observation
@@ -44,7 +42,6 @@ from aqnpipe.proof.operations import (
     machine_name,
     num_terms,
 )
-from aqnpipe.proof.outputs import RequestedOutput
 from aqnpipe.proof.quantized import with_rounded_factors
 from aqnpipe.proof.receipt import MachineReceipt, cell_of
 from aqnpipe.proof.recompute import (
@@ -53,12 +50,11 @@ from aqnpipe.proof.recompute import (
     WHOLE_SUMS,
     Arguments,
     Sampled,
-    Shards,
     in_whole,
     numbered_in_order,
 )
+from aqnpipe.proof.request import AuditRequest
 
-_SAMPLES = 16
 _SAMPLES_OF_OWN = 128
 VISIT = 2**20
 _OTHER_NODES = 2**16
@@ -67,50 +63,6 @@ OUTSIDE = "no layer"
 
 PLAIN = frozenset((Tensor, nn.Parameter))
 """Kinds of tensors whose operators are seen; subclasses compute with others."""
-
-
-class AuditRequest(NamedTuple):
-    """Request to the machine, in the places `selected` by number and for the `operators`; None for all.
-
-    `elementwise`: softmax, activations and norms in layers too. `errors`: the error of each place that has one, in
-    place of `selected`. `modules`: errors on modules, by the number of their place. `outputs` are computed again.
-    `counts_operations`: floating-point operations are counted in passes that are observed as a whole. `changed_behind`:
-    parts in which something comes behind the errors of norms, such as simulated faults; None where it may come
-    anywhere.
-
-    Of an inference engine, with the part of each module: `linears` are its linear modules with their paths, in place of
-    torch's; `results` compute one operator as a whole, which is named in words; `shards`: the columns that this worker
-    has of results in a module. `late`: parts that are called when the pass has returned. `watches_launches`: kernels of
-    Triton may be products. `num_samples`: elements of each result that are compared. `machine`: stream of the key of a
-    fixed machine.
-    """
-
-    error: AppliedError | MeasuredError | None
-    seed: int
-    position: tuple[int, int, int]
-    stream: str
-    selected: Set[int] | None
-    backward: bool
-    operators: Set[str] | None = None
-    elementwise: bool = False
-    errors: Mapping[int, PlacedError] | None = None
-    modules: Mapping[int, RequestedModule] = {}
-    outputs: Sequence[RequestedOutput] = ()
-    counts_operations: bool = False
-    changed_behind: Set[int] | None = None
-    linears: Mapping[nn.Module, tuple[int, str]] | None = None
-    results: Mapping[nn.Module, tuple[int, str]] = {}
-    shards: Mapping[nn.Module, tuple[int, Shards]] = {}
-    late: Set[int] = frozenset()
-    watches_launches: bool = False
-    num_samples: int = _SAMPLES
-    machine: str = MACHINE
-
-    def error_at(self, part: int) -> PlacedError | None:
-        """Return the error that was requested of a part; None if none was."""
-        if self.errors is not None:
-            return self.errors.get(part)
-        return self.error if self.selected is None or part in self.selected else None  # type: ignore[return-value]
 
 
 class _Kind(NamedTuple):

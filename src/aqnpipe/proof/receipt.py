@@ -4,16 +4,15 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from aqnpipe.config.custom_code import CustomError
-from aqnpipe.config.noise import AppliedError, MeasuredError
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.receipts.table import Place, Row, Shown, grouped
 from aqnpipe.proof.elementwise import ELEMENTWISE
+from aqnpipe.proof.request import AuditRequest
 
 _NO_ERROR = 0.005
 """Largest size of what is found, as a multiple of the requested error, that is none."""
@@ -23,30 +22,6 @@ _STANDARD_ERRORS = 6.0
 _LISTED = 6
 _RESOLVED = 0.15
 """Largest standard error with which the size of an error counts as measured."""
-
-
-class Requested(NamedTuple):
-    """Request that a receipt is checked against: phases, a description of the error, and its scale if it has one.
-
-    `elementwise`: softmax, activations and norms must have the error too. `own`: the error, if it is a user's own.
-    """
-
-    phases: tuple[str, ...]
-    error: str
-    scale: float | None
-    elementwise: bool = False
-    own: CustomError | None = None
-
-
-def described(error: AppliedError | MeasuredError | None) -> str:
-    """Return an error model in words."""
-    if error is None:
-        return "no error"
-    settings = error.model_dump(exclude={"kind", "figures", "source_sha256"}, exclude_none=True, exclude_defaults=True)
-    values = [
-        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in settings.items()
-    ]
-    return " ".join([error.kind.replace("_", " "), *values])
 
 
 def cell_of(phase: str, path: str, operator: str, dtype: torch.dtype) -> Place:
@@ -60,12 +35,12 @@ class MachineReceipt(Shown):
     Its rows are about places by path, operators, and phases; `forward` and `backward` are the rows of the phases.
     """
 
-    def __init__(self, requested: Requested, draws: np.random.Generator) -> None:
+    def __init__(self, requested: AuditRequest, draws: np.random.Generator) -> None:
         self.requested = requested
         # The audit's own: which passes it observes, and which elements.
         self.draws = draws
         self.rows: dict[Place, Row] = {}
-        self.forward = self.row(Place(requested.phases[0] if requested.phases else "forward"))
+        self.forward = self.row(Place(requested.stream))
         self.backward = self.row(Place("backward"))
         self._lock = threading.Lock()
 
@@ -220,7 +195,7 @@ class MachineReceipt(Shown):
 
     def _of_another_size(self) -> Iterable[str]:
         """Yield the phases in which a user's own error changed nothing, or has another size than was announced."""
-        own = self.requested.own
+        own = self.requested.custom
         if own is None:
             return
         for phase in self.requested.phases:
@@ -243,7 +218,7 @@ class MachineReceipt(Shown):
         """Return the receipt in about ten lines, and a line for every problem."""
         scale = self.measured_scale
         lines = [
-            f"requested  {self.requested.error}, in {' and '.join(self.requested.phases)}",
+            f"requested  {self.requested.in_words}, in {' and '.join(self.requested.phases)}",
             f"measured   {'-' if scale is None else f'{scale:.4f}'} from {self.recomputed_numbers:,} recomputed values",
             f"products   {self.noised:,} of {self.products:,} had the error, in {self.passes:,} forward passes"
             + (f" and {self.backward_passes:,} backward passes" if self.backward_passes else ""),

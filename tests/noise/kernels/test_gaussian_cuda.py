@@ -17,8 +17,6 @@ tl = pytest.importorskip("triton.language")
 
 from aqnpipe.noise.kernels.gaussian_cuda import (  # noqa: E402
     CPU_AGREEMENT,
-    DeviceKeys,
-    DeviceNoiseStream,
     apply_gaussian_,
     philox,
 )
@@ -28,7 +26,7 @@ SOURCE = NoiseStream(key=0x1234_5678_9ABC_DEF0, call=7, stream=3)
 EXTREME = NoiseStream(key=2**63 - 1, call=2**32 - 1, stream=2**32 - 1)
 
 
-def normals(numel: int, source: NoiseStream | DeviceNoiseStream) -> torch.Tensor:
+def normals(numel: int, source: NoiseStream) -> torch.Tensor:
     z = torch.zeros(numel, device=DEVICE)
     apply_gaussian_(z, 1.0, source, relative=False)
     return z.cpu()
@@ -41,7 +39,7 @@ def values(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @triton.jit(do_not_specialize=["key", "call", "stream"])
 def store_words(out, key, call, stream):
     counter = tl.arange(0, 256)
-    w0, w1, w2, w3 = philox(counter.to(tl.uint32), key, call, stream, False)
+    w0, w1, w2, w3 = philox(counter.to(tl.uint32), key, call, stream)
     tl.store(out + counter, w0.to(tl.int64))
     tl.store(out + 256 + counter, w1.to(tl.int64))
     tl.store(out + 512 + counter, w2.to(tl.int64))
@@ -122,30 +120,6 @@ def test_key_call_and_stream_each_give_other_numbers():
     assert (correlations - torch.eye(4)).abs().max().item() < 5 / 50_000**0.5
 
 
-def test_a_key_in_memory_draws_what_the_same_key_by_value_draws():
-    keys = DeviceKeys(3, DEVICE)
-    keys.refresh([5, SOURCE.key, EXTREME.key])
-    from_memory = [keys.stream(1, SOURCE.call, SOURCE.stream), keys.stream(2, EXTREME.call, EXTREME.stream)]
-    for source, by_value in zip(from_memory, [SOURCE, EXTREME], strict=True):
-        assert torch.equal(normals(5001, source), normals(5001, by_value))
-
-
-def test_a_stream_made_before_a_refresh_draws_under_the_new_key():
-    keys = DeviceKeys(2, DEVICE)
-    stream = keys.stream(1, call=7, stream=3)
-    for key in (11, 12, 11):
-        keys.refresh([99, key])
-        assert torch.equal(normals(2000, stream), normals(2000, NoiseStream(key, call=7, stream=3)))
-
-
-def test_wrong_keys_are_refused():
-    with pytest.raises(ValueError, match="1 keys for 2 slots"):
-        DeviceKeys(2, DEVICE).refresh([1])
-    for key in (torch.zeros(1, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)):
-        with pytest.raises(ValueError, match="a key in memory is one int64"):
-            normals(10, DeviceNoiseStream(key))
-
-
 def test_wrong_tensors_are_refused():
     with pytest.raises(AqnpipeError, match=r"found torch\.int32, expected one of torch\.float64"):
         apply_gaussian_(torch.zeros(4, dtype=torch.int32, device=DEVICE), 0.05, SOURCE, relative=True)
@@ -169,9 +143,9 @@ from triton.compiler import ASTSource
 from aqnpipe.noise.kernels.gaussian_cuda import _apply_kernel
 
 for capability in (80, 90):
-    for dtype, key, in_memory, relative in (("bf16", "i64", False, True), ("fp64", "*i64", True, False)):
-        types = {"values": "*" + dtype, "numel": "i32", "scale": "fp32", "key": key, "call": "i32", "stream": "i32"}
-        constants = {"KEY_IN_MEMORY": in_memory, "RELATIVE": relative, "GROUPS": 4}
+    for dtype, relative in (("bf16", True), ("fp64", False)):
+        types = {"values": "*" + dtype, "numel": "i32", "scale": "fp32", "key": "i64", "call": "i32", "stream": "i32"}
+        constants = {"RELATIVE": relative, "GROUPS": 4}
         source = ASTSource(
             _apply_kernel,
             types | dict.fromkeys(constants, "constexpr"),

@@ -169,7 +169,7 @@ def test_a_worker_with_fewer_passes_is_refused(measurements_of):
                 row.passes = 1
         return {}
 
-    assert "worker 1 of 2: backward: ran 1 times, on worker 0 2 times" in refusal(measurements_of, "operators", idle)
+    assert "worker 1 of 2: backward: passes is 1, 2 on worker 0" in refusal(measurements_of, "operators", idle)
 
 
 def test_a_worker_that_lacks_a_phase_is_refused(measurements_of):
@@ -199,7 +199,7 @@ def test_a_worker_that_missed_a_sync_is_refused(measurements_of):
     def forget(state):
         return {"rows": [row for row in state.rows if row is not state.weight_syncs[-1]]}
 
-    assert "worker 1 of 2: AQN: 1 weight syncs, worker 0 had 2" in refusal(measurements_of, "norms", forget)
+    assert "worker 1 of 2: AQN step 1: calls is 0, 1 on worker 0" in refusal(measurements_of, "norms", forget)
 
 
 @pytest.mark.parametrize("without", [(1,), (0, 1)])

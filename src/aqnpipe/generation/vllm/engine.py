@@ -15,11 +15,10 @@ from aqnpipe.config.model import Dtype, read_model_config
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ModelError, ReceiptError, first_line
 from aqnpipe.generation.backend import Completion, Sampling
-from aqnpipe.generation.noisy_passes import PassMeasurements, PassNoise, RolloutNoise
+from aqnpipe.generation.noisy_passes import PassMeasurements, PassNoise
 from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXTS, StopText
 from aqnpipe.generation.vllm.graphs import graph_settings
 from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start, vllm_version
-from aqnpipe.generation.vllm.measurements import checked_measurements, shares_of
 from aqnpipe.generation.vllm.requirements import (
     check_model,
     check_tensor_parallel,
@@ -29,12 +28,11 @@ from aqnpipe.generation.vllm.requirements import (
 from aqnpipe.generation.vllm.weight_buffer import WeightBuffer
 from aqnpipe.generation.vllm.weights import Digests, in_buffers, refuse_other_weights
 from aqnpipe.generation.vllm.worker import NoiseExtension
-from aqnpipe.generation.vllm.worker_merge import merged_workers
+from aqnpipe.generation.vllm.worker_merge import checked_measurements, merged_workers, shares_of
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.allowed_keys import load_config
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.injection.faults import ActiveFaultState
-from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.seeding import derive_seed
 
 WORKER_EXTENSION = f"{NoiseExtension.__module__}.{NoiseExtension.__qualname__}"
@@ -189,16 +187,6 @@ class VllmEngine:
         """Start a pass under `noise`. Raises ModelError if vLLM's model does not support the noise."""
         self.call_workers("aqnpipe_begin_pass", noise.model_dump(mode="json"))
         self._noise = noise
-        self._begin(noise)
-
-    def begin_rollout(self, noise: RolloutNoise) -> None:
-        """Start a rollout under `noise`, a pass of one batch. Raises ModelError if vLLM's model does not support it."""
-        self.call_workers("aqnpipe_begin_rollout", noise.model_dump(mode="json"))
-        # A failed pass may not have ended; the rollout is no part of it.
-        self._noise = None
-        self._begin(noise)
-
-    def _begin(self, noise: PassNoise) -> None:
         self._min_forwards = self._longest_batch = 0
         self._noises_operators = noise.operator_noise_in(noise.phase) is not None
         self._is_clean, self._must_replay = noise.is_clean, False
@@ -242,7 +230,9 @@ class VllmEngine:
         """
         if key is None:
             return self._outputs(prompts, parameters, share_prefix=False)
-        share_prefix = self._noise is not None and self._noise.is_clean
+        # In a rollout every row reads its own prompt.
+        noise = self._noise
+        share_prefix = noise is not None and noise.clean_norms is None and noise.is_clean
         self.call_workers("aqnpipe_begin_batch", key._asdict())
         try:
             outputs = self._outputs(prompts, parameters, share_prefix)
@@ -258,7 +248,7 @@ class VllmEngine:
         return outputs
 
     def end_pass(self) -> PassMeasurements:
-        """End the pass and return the measurements of all workers.
+        """End the pass; return the measurements of all workers, and the states of the faults.
 
         Raises ReceiptError if the measurements of a worker are missing or do not cover all forward passes.
         """
@@ -267,17 +257,12 @@ class VllmEngine:
             raise RuntimeError("no forward pass has begun; this is a bug")
         replies = self.call_workers("aqnpipe_end_pass")
         recorder = noise.recorder(self._num_layers, self._workers[0]["num_norms"])
-        merged = merged_workers(self._checked(replies), shares_of(replies), recorder)
-        return PassMeasurements(self._num_layers, self._workers[0]["num_norms"], merged)
-
-    def end_rollout(self) -> tuple[RecorderState, tuple[ActiveFaultState, ...]]:
-        """End the rollout; return what all workers recorded, for the receipt of the run, and the states of the faults.
-
-        Raises ReceiptError if the measurements of a worker are missing or do not cover all forward passes.
-        """
-        replies = self.call_workers("aqnpipe_end_pass")
-        (recorded,) = self._checked(replies)
-        return recorded, tuple(ActiveFaultState(**state) for state in replies[0]["fault_states"])
+        audited = self._longest_batch if self._noises_operators else 0
+        number, forwards = len(self._workers), self._min_forwards
+        states = checked_measurements(replies, number, forwards, audited, must_replay=self._must_replay)
+        merged = merged_workers(states, shares_of(replies), recorder)
+        faults = tuple(ActiveFaultState(**state) for state in replies[0]["fault_states"])
+        return PassMeasurements(self._num_layers, self._workers[0]["num_norms"], merged, faults)
 
     def fall_asleep(self) -> None:
         """Free the GPU memory of weights and cache; the caller sends the weights again before they are used."""
@@ -286,11 +271,6 @@ class VllmEngine:
     def wake_up(self, what: Literal["weights", "kv_cache"]) -> None:
         """Allocate that memory again."""
         self._llm.wake_up(tags=[what])
-
-    def _checked(self, replies: Sequence[Mapping[str, Any]]) -> list[RecorderState]:
-        audited = self._longest_batch if self._noises_operators else 0
-        number, forwards = len(self._workers), self._min_forwards
-        return checked_measurements(replies, number, forwards, audited, must_replay=self._must_replay)
 
     def close(self) -> None:
         """End the processes of the engine."""

@@ -19,11 +19,10 @@ from aqnpipe.config.noise import ErrorModel, LayerIndex, OperatorNoise, Operator
 from aqnpipe.config.yaml_file import load_yaml, validated
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise
-from aqnpipe.generation.vllm.measurements import shares_of, states_of
 from aqnpipe.generation.vllm.plugin import NOISE_FILE
 from aqnpipe.generation.vllm.tensor_parallel import texts_of_all_workers
 from aqnpipe.generation.vllm.worker import NoiseExtension
-from aqnpipe.generation.vllm.worker_merge import merged_workers
+from aqnpipe.generation.vllm.worker_merge import merged_workers, shares_of, states_of
 from aqnpipe.models.layout import num_rms_norms
 from aqnpipe.noise.receipts.receipt import Receipt
 

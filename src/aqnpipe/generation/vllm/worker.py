@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from aqnpipe.errors import AqnpipeError, ModelError, ReceiptError
-from aqnpipe.generation.noisy_passes import PassNoise, RolloutNoise
+from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.graphs import WorkerGraphs
 from aqnpipe.generation.vllm.injection import check_noise_is_supported, engine_noise
 from aqnpipe.generation.vllm.modules import EngineModel
@@ -47,7 +47,7 @@ class _WorkerPass:
         self.noise = noise
         self.faults = noise.active_faults()
         self.recorder: ReceiptRecorder = noise.recorder(len(engine.layers), num_rms_norms(engine.model))
-        if isinstance(noise, RolloutNoise):
+        if noise.clean_norms is not None:
             self.recorder.expect_clean_norms(noise.clean_norms, engine.model)
         self.batch: ExitStack | None = None
         self.shards: dict[str, set[Shard]] = {}
@@ -128,21 +128,14 @@ class NoiseExtension:
 
     def aqnpipe_begin_pass(self: Any, noise: dict[str, Any]) -> dict[str, Any]:
         """Start a pass under `noise` (`PassNoise` as plain data)."""
-        return self._aqnpipe_begin(PassNoise.model_validate(noise))
-
-    def aqnpipe_begin_rollout(self: Any, noise: dict[str, Any]) -> dict[str, Any]:
-        """Start a rollout under `noise` (`RolloutNoise` as plain data)."""
-        if self.parallel_config.tensor_parallel_size > 1:
+        requested, engine = PassNoise.model_validate(noise), EngineModel(self.get_model())
+        if requested.clean_norms is not None and self.parallel_config.tensor_parallel_size > 1:
             return _NO_TRAINING
-        return self._aqnpipe_begin(RolloutNoise.model_validate(noise))
-
-    def _aqnpipe_begin(self: Any, noise: PassNoise) -> dict[str, Any]:
         try:
-            engine = EngineModel(self.get_model())
-            check_noise_is_supported(engine, noise)
+            check_noise_is_supported(engine, requested)
         except AqnpipeError as error:
             return {"model_error": str(error)}
-        self._aqnpipe_pass = _WorkerPass(engine, noise, self._aqnpipe_graphs)
+        self._aqnpipe_pass = _WorkerPass(engine, requested, self._aqnpipe_graphs)
         return {}
 
     def aqnpipe_begin_batch(self: Any, key: dict[str, int]) -> dict[str, Any]:
@@ -152,7 +145,7 @@ class NoiseExtension:
         with ExitStack() as stack:
             hidden_sigmas: dict[int, float] = {}
             try:
-                if isinstance(noise, RolloutNoise):
+                if noise.clean_norms is not None:
                     hidden_sigmas = stack.enter_context(
                         noised_rollout(
                             current.engine.model,

@@ -1,14 +1,16 @@
-"""Judges what the tensor-parallel workers of an engine measured, and makes the measurements of one model of them.
+"""Checks what the workers of an engine measured in a pass, and makes the measurements of one model of them.
 
-The workers compute one forward together, with one noise: they must agree in all counts and have the same keys, and the
-shares that had noise must together be the whole. A worker without noise is refused by its rank.
+Tensor-parallel workers compute one forward together, with one noise: they must agree in all counts and have the same
+keys, and the shares that had noise must together be the whole. A worker without noise is refused by its rank.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from aqnpipe.errors import ReceiptError
+from aqnpipe.noise.injection.requested import FORWARD_KINDS
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.merge import label, paired
+from aqnpipe.noise.receipts.merge import differing, label, paired, problems_of_workers, refuse
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Row, grouped
@@ -16,13 +18,67 @@ from aqnpipe.noise.receipts.table import Row, grouped
 Shares = Mapping[str, Iterable[Shard]]
 """The shares that had noise on one worker, by projection; every worker had noise on the whole of other results."""
 
-_LISTED = 8
-
 _AUDITED = (
     "audited_whole", "recomputed", "wrong", "largest_deviation", "contradictions", "compared", "largest_difference",
     "relative_elements", "relative_squares", "escaped",
 )  # fmt: skip
 """Columns that every worker adds to. A pass of the model, or of a layer, is one, however many workers computed it."""
+
+
+def checked_measurements(
+    replies: Sequence[Mapping[str, Any]],
+    num_workers: int,
+    min_forwards: int,
+    audited_forwards: int,
+    *,
+    must_replay: bool = False,
+) -> list[RecorderState]:
+    """Return what each worker recorded, by rank.
+
+    `min_forwards`: the forward passes that the responses took at least. `audited_forwards`: those of the longest batch
+    if operator noise was requested, else 0; a batch whose prompts alone were read took one. `must_replay`:
+    CUDA graphs were requested, and some passes were steps that have them. Raises ReceiptError if the measurements of a
+    worker are missing, do not cover all forward passes, or have operator noise that was not audited.
+    """
+    ranks = sorted(reply["rank"] for reply in replies)
+    if ranks != list(range(num_workers)):
+        raise ReceiptError(f"receipt invalid: measurements of workers {ranks}, expected {num_workers}")
+    states = states_of(replies)
+    for rank, state in enumerate(states):
+        worker = f"vLLM's {label(rank, num_workers)}"
+        forwards = sum(phase.passes for phase in state.phases)
+        if forwards < min_forwards:
+            raise ReceiptError(
+                f"receipt invalid: {worker} measured {forwards} forward passes, the responses took at least "
+                f"{min_forwards}"
+            )
+        if must_replay and not any(phase.graph_replays for phase in state.phases):
+            raise ReceiptError(
+                f"receipt invalid: {worker} replayed no CUDA graph in {forwards} forward passes, which "
+                "generation.cuda_graphs requests"
+            )
+        for record in state.phases:
+            missing = [kind for kind in FORWARD_KINDS[:audited_forwards] if not record.audited_passes.get(kind)]
+            if missing:
+                raise ReceiptError(
+                    f"receipt invalid: {worker} audited no layer in {record.phase} "
+                    f"(forward passes over {' and over '.join(missing)})"
+                )
+    return states
+
+
+def states_of(replies: Sequence[Mapping[str, Any]]) -> list[RecorderState]:
+    """Return what each worker recorded, by rank, unchecked."""
+    by_rank = sorted(replies, key=lambda reply: int(reply["rank"]))
+    return [RecorderState.model_validate_json(reply["state"]) for reply in by_rank]
+
+
+def shares_of(replies: Sequence[Mapping[str, Any]]) -> list[dict[str, list[Shard]]]:
+    """Return, by rank, the tensor-parallel shares that had noise, by operator."""
+    return [
+        {operator: [Shard(*share) for share in shares] for operator, shares in reply["shards"].items()}
+        for reply in sorted(replies, key=lambda reply: int(reply["rank"]))
+    ]
 
 
 def merged_workers(
@@ -35,47 +91,17 @@ def merged_workers(
     """
     if len(states) == 1:
         return states[0]
-    problems = []
-    for rank, state in enumerate(states):
-        own = recorder.problems_of(state) if any(phase.passes for phase in state.phases) else []
-        found = own + (_differences(states[0], state) if rank else [])
-        problems += [f"vLLM's {label(rank, len(states))}: {problem}" for problem in found]
-    problems += _incomplete(shares)
-    if problems:
-        text = "; ".join(problems[:_LISTED])
-        more = f"; {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
-        raise ReceiptError(f"receipt invalid: {text}{more}", tuple(problems))
+    refuse([*problems_of_workers(recorder, states, _differences, "vLLM's "), *_incomplete(shares)])
     return _merged(states)
 
 
 def _differences(first: RecorderState, other: RecorderState) -> list[str]:
-    """Return what differs on a worker although all compute the same forwards."""
-    problems = []
-    for ours, theirs in paired(first.phases, other.phases):
-        if theirs.passes != ours.passes:
-            problems.append(f"{ours.phase}: {theirs.passes} forward passes, worker 0 had {ours.passes}")
-        if theirs.keys != ours.keys:
-            problems.append("the noise has other keys than on worker 0")
-        if theirs.modules != ours.modules:
-            problems.append(
-                f"{ours.phase}: module noise on {len(theirs.modules)} modules, worker 0 had {len(ours.modules)}"
-            )
-    problems += [
-        f"{ours.phase} {ours.operator} layer {'lm_head' if ours.layer is None else ours.layer}: {theirs.calls} noised "
-        f"calls on {theirs.elements} elements, worker 0 had {ours.calls} on {ours.elements}"
-        for ours, theirs in paired(first.cells, other.cells)
-        if (ours.calls, ours.elements) != (theirs.calls, theirs.elements)
+    """Return what differs on a worker although all compute the same forwards, and apply a fault to whole outputs."""
+    return [
+        *differing(paired(first.phases, other.phases), "passes", "keys", "modules"),
+        *differing(paired(first.cells, other.cells), "calls", "elements"),
+        *differing(paired(first.fault_cells, other.fault_cells), "calls", "elements", "num_faulty_channels"),
     ]
-    # Every worker applies a fault to the whole output of its site, and counts all of it.
-    return problems + [
-        f"{ours.phase}: {ours.operator} had other calls, elements or channels than on worker 0"
-        for ours, theirs in paired(first.fault_cells, other.fault_cells)
-        if _fault_counts(ours) != _fault_counts(theirs)
-    ]
-
-
-def _fault_counts(row: Row) -> tuple[int, int, int | None]:
-    return row.calls, row.elements, row.num_faulty_channels
 
 
 def _incomplete(shares: Sequence[Shares]) -> list[str]:

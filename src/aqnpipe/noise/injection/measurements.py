@@ -20,8 +20,9 @@ from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Place, Row
 from aqnpipe.proof.modules import MODULE_STREAM, compare_module
 from aqnpipe.proof.operations import machine_name
-from aqnpipe.proof.receipt import MachineReceipt, Requested
+from aqnpipe.proof.receipt import MachineReceipt
 from aqnpipe.proof.recompute import Sampled, rounded
+from aqnpipe.proof.request import AuditRequest
 
 _FEW_BITS_LOST = 4.0
 """Results are measured whose slack is at most so many times the smallest one: in others most digits cancelled."""
@@ -60,9 +61,9 @@ class PhaseMeasurements:
         self._sigma_of = sigma_of
         self._norms = Row(phase)
         self._differences: dict[Phase, Row] = {phase: Row(phase), "backward": Row("backward")}
-        self.receipt = MachineReceipt(
-            Requested((phase,), "", None), np.random.default_rng(key_at(position, f"audit.{phase}"))
-        )
+        # The receipt of the study says what was requested; this one has rows alone.
+        asked = AuditRequest(None, position.seed, position[1:4], phase, None, False)
+        self.receipt = MachineReceipt(asked, np.random.default_rng(key_at(position, f"audit.{phase}")))
         earlier = recorder.seen(phase, "passes", "audited_whole")
         self.receipt.forward.add(passes=earlier.passes, audited_whole=earlier.audited_whole)
         earlier = recorder.seen("backward", "passes", "recomputed")

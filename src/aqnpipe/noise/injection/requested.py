@@ -13,8 +13,8 @@ from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.proof.audit import ONE_TOKEN, SEVERAL_TOKENS
 from aqnpipe.proof.modules import RequestedModule
-from aqnpipe.proof.operators import AuditRequest
 from aqnpipe.proof.outputs import RequestedFault, RequestedOutput
+from aqnpipe.proof.request import AuditRequest
 
 HIDDEN_STATES = "aqn.hidden"
 """Name of AQN's noise on hidden states, as an operator and as a stream of keys."""

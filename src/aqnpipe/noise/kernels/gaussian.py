@@ -65,20 +65,14 @@ def standard_normal(numel: int, source: NoiseStream, device: torch.device | str 
 
 def load_kernels() -> None:
     """Compile the kernels of the CPU, or load them from numba's cache; otherwise the first noise of a process does."""
-    for tensor in (torch.zeros(2), torch.zeros(2, 2)[:, :1]):
-        add_absolute_gaussian_(tensor, 1.0, NoiseStream(0, 0, 0))
+    add_absolute_gaussian_(torch.zeros(2), 1.0, NoiseStream(0, 0, 0))
 
 
 def _apply_(tensor: Tensor, scale: float, source: NoiseStream, relative: bool) -> Tensor:
-    if tensor.dtype == torch.float32 and tensor.is_cpu:
-        # Calls on small tensors are very frequent, so the common cases come first.
-        if tensor.is_contiguous():
-            _add_gaussian(tensor.data_ptr(), tensor.numel(), False, scale, relative, 0, *source)
-            return tensor
-        shape, strides = tensor.shape, tensor.stride()
-        if len(shape) == 2 and strides[1] == 1 and strides[0] >= shape[1]:
-            _add_gaussian_to_rows(tensor.data_ptr(), *shape, strides[0], scale, relative, *source)
-            return tensor
+    if tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous():
+        # Calls on small tensors are very frequent, so the common case comes first.
+        _add_gaussian(tensor.data_ptr(), tensor.numel(), False, scale, relative, 0, *source)
+        return tensor
     flat = in_memory_order(tensor)
     if flat is None:
         # Elements with gaps are noised in a dense copy. If elements share memory, torch refuses to copy it back.
@@ -305,43 +299,3 @@ def _add_gaussian(
     else:
         floats = numba.carray(_float_pointer(address), numel, np.float32)
         _change(floats, address, scale, relative, first_counter, words)
-
-
-@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
-def _add_gaussian_to_rows(
-    address: int,
-    num_rows: int,
-    width: int,
-    stride: int,
-    scale: float,
-    relative: bool,
-    key: int,
-    call: int,
-    stream: int,
-) -> None:
-    """Put the noise on rows of `width` float32 numbers, `stride` apart, numbered as if there were no gaps."""
-    words = (_u32(call), _u32(stream), _u32(key), _u32(key >> 32))
-    factor, numel = _f32(scale), num_rows * width
-    floats = numba.carray(_float_pointer(address), num_rows * stride, np.float32)
-    group = np.zeros(GROUP, np.float32)
-    for start in range(0, numel, GROUP):
-        end = min(start + GROUP, numel)
-        _copy_rows(floats, group, start, end, width, stride, True)
-        _change_group(group, factor, relative, _u32(start // 4), *words)
-        _copy_rows(floats, group, start, end, width, stride, False)
-
-
-@numba.njit(inline="always")
-def _copy_rows(floats: Any, group: Any, start: Any, end: Any, width: Any, stride: Any, reads: Any) -> None:
-    """Copy the elements `start` to `end` of rows with gaps into a group, or back."""
-    row, column = start // width, start % width
-    while start < end:
-        count = min(width - column, end - start)
-        first, place = row * stride + column, start % GROUP
-        in_row, in_group = floats[first : first + count], group[place : place + count]
-        for i in range(count):
-            if reads:
-                in_group[i] = in_row[i]
-            else:
-                in_row[i] = in_group[i]
-        start, row, column = start + count, row + 1, 0

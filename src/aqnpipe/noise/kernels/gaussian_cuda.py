@@ -4,25 +4,11 @@ Counters, rounds, element numbering and polynomials are those of the CPU kernel.
 bit for bit, and normals differ only by the order of rounding (below `CPU_AGREEMENT`). Needs the package triton, which
 the CUDA build of torch includes. `gaussian.py` imports this module on first use on a CUDA device.
 
-A captured CUDA graph replays the arguments of its kernels, so a key passed by value would repeat its noise.
-`DeviceKeys` holds the keys in device memory instead:
-
-    keys = DeviceKeys(num_layers, device)
-    keys.refresh(keys_of_first_token)
-    with torch.cuda.graph(graph):       # after one warm-up outside, which compiles the kernels
-        for layer in range(num_layers):
-            y = ...
-            apply_gaussian_(y.view(-1), scale, keys.stream(layer, call=0), relative=True)
-    for keys_of_token in ...:
-        keys.refresh(keys_of_token)     # outside the graph, on the stream that replays it
-        graph.replay()
+A captured CUDA graph would repeat its noise, because it replays the arguments of its kernels; receipts refuse one.
 """
 
 # Triton compiles the annotations of a kernel too, so kernels have none.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,35 +36,7 @@ _QUARTER = tl.constexpr(GROUP // 4)
 _GROUPS_PER_PROGRAM = 4
 
 
-class DeviceNoiseStream(NamedTuple):
-    """A `NoiseStream` whose key is read when the kernel runs: `key` is an int64 tensor of one element on the GPU."""
-
-    key: Tensor
-    call: int = 0
-    stream: int = 0
-
-
-class DeviceKeys:
-    """Noise keys in device memory, for example one slot per layer: kernels of a CUDA graph use the latest keys."""
-
-    def __init__(self, num_slots: int, device: torch.device | str) -> None:
-        self._keys = torch.zeros(num_slots, dtype=torch.int64, device=device)
-
-    def refresh(self, keys: Sequence[int]) -> None:
-        """Write a 63-bit key into every slot, in place and in the order of the current CUDA stream.
-
-        Raises ValueError unless there is one key per slot.
-        """
-        if len(keys) != self._keys.numel():
-            raise ValueError(f"{len(keys)} keys for {self._keys.numel()} slots")
-        self._keys.copy_(torch.tensor(keys, dtype=torch.int64))
-
-    def stream(self, slot: int, call: int = 0, stream: int = 0) -> DeviceNoiseStream:
-        """Return a source with the key that `slot` has when the kernel runs."""
-        return DeviceNoiseStream(self._keys[slot], call, stream)
-
-
-def apply_gaussian_(flat: Tensor, scale: float, source: NoiseStream | DeviceNoiseStream, *, relative: bool) -> None:
+def apply_gaussian_(flat: Tensor, scale: float, source: NoiseStream, *, relative: bool) -> None:
     """Multiply `flat` (one dimension, contiguous) by `1 + scale*z` in place, or add `scale*z` to it.
 
     z and the factor are float32; a low-precision product is rounded once. Raises AqnpipeError for a dtype that is not
@@ -90,33 +48,19 @@ def apply_gaussian_(flat: Tensor, scale: float, source: NoiseStream | DeviceNois
         raise AqnpipeError(f"noise on a CUDA device: found {flat.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     if flat.numel() == 0:
         return
-    key, key_in_memory = key_argument(source, flat.device)
     programs = triton.cdiv(flat.numel(), _GROUPS_PER_PROGRAM * GROUP)
     with torch.cuda.device_of(flat):
         _apply_kernel[(programs,)](
             flat,
             flat.numel(),
             scale,
-            key,
+            source.key,
             source.call,
             source.stream,
-            KEY_IN_MEMORY=key_in_memory,
             RELATIVE=relative,
             GROUPS=_GROUPS_PER_PROGRAM,
             num_warps=4,
         )
-
-
-def key_argument(source: NoiseStream | DeviceNoiseStream, device: torch.device) -> tuple[int | Tensor, bool]:
-    """Return a kernel's key argument, and whether it is a pointer. Raises ValueError for an unreadable key."""
-    if isinstance(source, NoiseStream):
-        return source.key, False
-    if source.key.dtype != torch.int64 or source.key.numel() != 1 or source.key.device != device:
-        raise ValueError(
-            f"a key in memory is one int64 on {device}, found {source.key.numel()} x {source.key.dtype} on "
-            f"{source.key.device}"
-        )
-    return source.key, True
 
 
 # -- the kernel. Key and counters change per call and must not trigger a new compilation; names in capitals do. --------
@@ -130,14 +74,13 @@ def _apply_kernel(
     key,
     call,
     stream,
-    KEY_IN_MEMORY: tl.constexpr,  # noqa: N803
     RELATIVE: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
 ):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     j = tl.arange(0, _QUARTER)[None, :]
     counter = (group * _QUARTER + j).to(tl.uint32)
-    w0, w1, w2, w3 = philox(counter, key, call, stream, KEY_IN_MEMORY)
+    w0, w1, w2, w3 = philox(counter, key, call, stream)
     z0, z1 = _gaussian_pair(w0, w1)
     z2, z3 = _gaussian_pair(w2, w3)
     first = group * _GROUP + j
@@ -158,21 +101,9 @@ def _apply_quarter(values, element, numel, scale, z, RELATIVE: tl.constexpr):  #
 
 
 @triton.jit
-def normal_of_element(element, key, call, stream, KEY_IN_MEMORY: tl.constexpr):  # noqa: N803
-    """Return the normal of each single element (uint32, any shape): four times the Philox work of `_apply_kernel`."""
-    w0, w1, w2, w3 = philox(element // _GROUP * _QUARTER + element % _QUARTER, key, call, stream, KEY_IN_MEMORY)
-    quarter = element // _QUARTER % 4
-    second_pair = quarter >= 2
-    radius, cosine_angle, sine_angle = _polar(tl.where(second_pair, w2, w0), tl.where(second_pair, w3, w1))
-    is_sine = quarter % 2 == 1
-    return radius * _sin_pi(tl.where(is_sine, sine_angle, cosine_angle))
-
-
-@triton.jit
-def philox(counter, key, call, stream, KEY_IN_MEMORY: tl.constexpr):  # noqa: N803
+def philox(counter, key, call, stream):
     """Return the four Philox words of each counter (uint32) as uint32."""
-    bits = tl.load(key) if KEY_IN_MEMORY else key
-    bits = bits.to(tl.int64)
+    bits = key.to(tl.int64)
     key_0, key_1 = (bits & 0xFFFFFFFF).to(tl.uint32), (bits >> 32).to(tl.uint32)
     zeros = counter * 0
     return tl.philox_impl(
@@ -183,12 +114,12 @@ def philox(counter, key, call, stream, KEY_IN_MEMORY: tl.constexpr):  # noqa: N8
 @triton.jit
 def _gaussian_pair(word_0, word_1):
     """Box-Muller: two independent N(0, 1) from two uniform words."""
-    radius, cosine_angle, sine_angle = _polar(word_0, word_1)
-    return radius * _sin_pi(cosine_angle), radius * _sin_pi(sine_angle)
+    radius, cosine_angle, sine_angle = polar(word_0, word_1)
+    return radius * sin_pi(cosine_angle), radius * sin_pi(sine_angle)
 
 
 @triton.jit
-def _polar(word_0, word_1):
+def polar(word_0, word_1):
     """Return the radius, and x and y with |x|, |y| <= 1/2, sin(pi*x) = cos(angle) and sin(pi*y) = sin(angle)."""
     turned = word_1.to(tl.int32, bitcast=True)
     cosine_angle = 0.5 - tl.abs(turned.to(tl.float32)) * 4.656612873077393e-10  # 2^-31: word 1 is -1 to 1 half turns
@@ -214,7 +145,7 @@ def _minus_two_log(word):
 
 
 @triton.jit
-def _sin_pi(x):
+def sin_pi(x):
     """sin(pi*x) for |x| <= 1/2: minimax odd polynomial of degree 9."""
     y = x * x
     p = 0.0772201287851013

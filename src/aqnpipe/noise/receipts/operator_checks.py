@@ -71,7 +71,7 @@ def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True, is_sha
     """
     return [
         *(_phases_that_did_not_run(receipt) if has_ended else []),
-        *_noise_where_none_was_requested(receipt),
+        *_noise_that_was_not_requested(receipt),
         *_operator_noise_missing(receipt),
         *_module_noise_missing(receipt),
         *_audit_problems(receipt),
@@ -96,17 +96,19 @@ def _phases_that_did_not_run(receipt: ReceiptContent) -> list[str]:
     return problems
 
 
-def _noise_where_none_was_requested(receipt: ReceiptContent) -> list[str]:
-    problems = []
+def _noise_that_was_not_requested(receipt: ReceiptContent) -> list[str]:
+    """Return a line per phase and error that was put on anything else than what it was requested of."""
+    found: dict[tuple[str, str, float], list[Row]] = {}
+    for cell in receipt.cells:
+        error = _requested_error(receipt, cell)
+        if error is None or (cell.kind, cell.requested) != (error.kind, requested_size(error)):
+            found.setdefault((cell.phase, cell.kind, cell.requested), []).append(cell)
+    problems = [
+        f"{cells[0].where}: noised with {kind} {size:g}, which was not requested"
+        + (f", and {len(cells) - 1} more operators" if len(cells) > 1 else "")
+        for (_, kind, size), cells in found.items()
+    ]
     for record in receipt.phases:
-        operators, modules = (
-            _is_requested(noise, record.phase) for noise in (receipt.operator_noise, receipt.module_noise)
-        )
-        noised = {cell.is_module for cell in receipt.cells if cell.phase == record.phase and cell.calls}
-        if (record.calls and not (operators or modules)) or (
-            (False in noised and not operators) or (True in noised and not modules)
-        ):
-            problems.append(f"{record.phase}: {record.calls} operator calls were noised, none were requested")
         # Of modules that should have no noise, also where only some layers have it.
         if record.largest_difference != 0.0:
             problems.append(
@@ -141,19 +143,14 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ro
     missing = sorted(required - reached.keys())
     if missing:
         problems.append(f"noise was requested but never reached layers {missing}")
-    unwanted = sorted(layer for layer in reached if layer is not None and layer not in wanted)
-    if unwanted:
-        problems.append(f"layers {unwanted} were noised, which was not requested")
     for kinds in _operator_kinds(noise):
         without = sorted(layer for layer in required & reached.keys() if reached[layer].isdisjoint(kinds))
         if without:
             advice = _ADVICE.get(kinds, "")
             problems.append(f"no {_WORDS[kinds]} was noised in layers {without}{advice}")
     problems += _measured_operators_missing(noise, cells, receipt.num_layers)
-    head = noise.error_in(None) is not None
-    if None in reached and not head:
-        problems.append("lm_head was noised although excluded")
-    elif head and None not in reached and receipt.num_layers in places_with_gradients(receipt, record.phase):
+    has_head = noise.error_in(None) is not None and receipt.num_layers in places_with_gradients(receipt, record.phase)
+    if has_head and None not in reached:
         problems.append("lm_head was not noised although requested")
     for operator, calls in _escaped(receipt, record).items():
         advice = _FUSED_ADVICE if "attention" in operator else "not supported"
@@ -221,16 +218,10 @@ def _module_noise_missing(receipt: ReceiptContent) -> list[str]:
 
 
 def _noise_of_wrong_size(receipt: ReceiptContent) -> list[str]:
-    problems = []
     # Where the numbers are wrong, their size is no second problem.
     contradicted = {record.phase for record in receipt.phases if record.contradictions}
-    for cell in receipt.cells:
-        error = _requested_error(receipt, cell)
-        if error is None or (cell.kind, cell.requested) != (error.kind, requested_size(error)):
-            problems.append(f"{cell.where}: noised with {cell.kind} {cell.requested:g}, which was not requested")
-        elif cell.phase not in contradicted:
-            problems += size_problems(cell)
-    return problems + mean_problems([cell for cell in receipt.cells if cell.phase not in contradicted])
+    cells = [cell for cell in receipt.cells if cell.phase not in contradicted and _requested_error(receipt, cell)]
+    return [problem for cell in cells for problem in size_problems(cell)] + mean_problems(cells)
 
 
 def _noise_without_size(receipt: ReceiptContent) -> list[str]:
@@ -298,9 +289,12 @@ def _mean_problem(where: str, sums: Row) -> list[str]:
 
 
 def _requested_error(receipt: ReceiptContent, cell: Row) -> AppliedError | None:
-    if cell.is_module:
-        return receipt.module_noise.error if receipt.module_noise else None
-    error = receipt.operator_noise.error_in(cell.layer) if receipt.operator_noise else None
+    noise = receipt.module_noise if cell.is_module else receipt.operator_noise
+    if noise is None or not _is_requested(noise, cell.phase):
+        return None
+    if isinstance(noise, ModuleNoise):
+        return noise.error
+    error = noise.error_in(cell.layer)
     return error.operators.get(cell.operator.partition(".")[2]) if isinstance(error, LayerErrors) else error
 
 
