@@ -169,25 +169,19 @@ def learning_rate_problem(spec: TrainingSpec, step: int, found: float) -> str | 
 
 def setting_problems(found: Mapping[str, object], spec: TrainingSpec) -> list[str]:
     """Return the settings that the trainer held and the study does not ask for."""
-    return [
-        f"the trainer's {name} is {found.get(name)!r}, the study asks for {expected!r}"
-        for name, expected in expected_settings(spec).items()
-        if found.get(name) != expected
-    ]
+    return _differences("trainer", found, expected_settings(spec))
 
 
 def optimizer_problems(found: Mapping[str, str | float], spec: TrainingSpec) -> list[str]:
     """Return the settings of the optimiser that are not the study's."""
-    training = spec.training
-    expected: dict[str, str | float] = {
-        "kind": "AdamW",
-        "beta1": training.adam_beta1,
-        "beta2": training.adam_beta2,
-        "weight_decay": training.weight_decay,
-        "epsilon": 1e-8,
-    }
+    of_adam = {"beta1": spec.training.adam_beta1, "beta2": spec.training.adam_beta2, "epsilon": 1e-8}
+    expected = {"kind": "AdamW", "weight_decay": spec.training.weight_decay, **of_adam}
+    return _differences("optimiser", found, expected)
+
+
+def _differences(whose: str, found: Mapping[str, object], expected: Mapping[str, object]) -> list[str]:
     return [
-        f"the optimiser's {name} is {found.get(name)!r}, the study asks for {value!r}"
+        f"the {whose}'s {name} is {found.get(name)!r}, the study asks for {value!r}"
         for name, value in expected.items()
         if found.get(name) != value
     ]
