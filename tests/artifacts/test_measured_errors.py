@@ -5,7 +5,7 @@ from made_up_parities import operator, parity
 from replacing import replaced
 
 from aqnpipe.artifacts.files import write_json
-from aqnpipe.artifacts.measured_errors import evaluation_with_figures, training_with_figures, with_figures
+from aqnpipe.artifacts.measured_errors import spec_with_figures, with_figures
 from aqnpipe.config.evaluation import EvaluationConfig, settings_of
 from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError
 from aqnpipe.errors import ConfigError, DataError
@@ -126,11 +126,11 @@ def test_missing_damaged_and_foreign_files_are_refused(write, tmp_path):
 
 def test_evaluations_and_arms_get_the_figures_of_their_noise(write, study_spec, evaluation_spec):
     noise = {"error": {"kind": "measured", "from": str(write()), "multiple": 2}, "phases": ["rollout"]}
-    trained = training_with_figures(study_spec(noise), config=CONFIG)
+    trained = spec_with_figures(study_spec(noise), config=CONFIG)
     assert trained.arm.operator_noise.error.figures["layers.0.q_proj"] == FIGURES
     noise = {"operator_noise": {"error": noise["error"]}}
     spec = evaluation_spec({"machine": noise, "four_bits": "w4a16_mxfp4"})
-    evaluated = evaluation_with_figures(spec, config=CONFIG)
+    evaluated = spec_with_figures(spec, config=CONFIG)
     assert settings_of(evaluated.evaluation.noises["machine"]).operator_noise.error.figures["lm_head"] == FIGURES
     assert evaluated.evaluation.noises["four_bits"] == "w4a16_mxfp4"
     # What a job writes down is read back as the same settings.

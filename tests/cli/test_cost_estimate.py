@@ -11,7 +11,7 @@ import yaml
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from aqnpipe.cli.check import announcement, check_study
+from aqnpipe.cli.check import announcement, costs_of
 from aqnpipe.cli.cost_estimate import A100, CPU_CORE, Assumptions, Rates, default_rates, estimate_study
 from aqnpipe.cli.main import app
 from aqnpipe.config.plan import StudyPlan
@@ -195,7 +195,7 @@ def test_what_has_to_be_stated_is_asked_for(config, edit, message):
     plan = plan_of(config)
     with pytest.raises(ConfigError, match=message):
         estimate_study(plan, Assumptions())
-    checked = check_study(plan, Assumptions())
+    checked = costs_of(plan, Assumptions())
     assert checked.estimate is None
     assert re.search(message, checked.missing)
     assert re.search(message, announcement(plan))
@@ -233,29 +233,28 @@ def test_the_command_says_what_the_estimate_is_from_and_takes_other_rates(comman
     )
     lines = [line.split(":")[0] for line in text.splitlines()]
     assert [lines.count(name) for name in ("time", "device hours", "disk", "memory of a device")] == [1, 1, 1, 1]
-    options = ("--tflops", "624", "--json", "--response-tokens", "128", "--training-utilization", "0.5")
-    estimate = json.loads(command_line("check", "config/qwen2.5-7b.yaml", *options).stdout)["estimate"]
-    assert estimate["rates"]["tflops"] == 624
-    assert estimate["rates"]["training_utilization"] == 0.5
-    assert "responses of 128 tokens" in estimate["assumed"]
+    options = ("--tflops", "624", "--response-tokens", "128", "--training-utilization", "0.5")
+    text = command_line("check", "config/qwen2.5-7b.yaml", *options).stdout
+    assert "training at 50% and generation at 5% of 624 TFLOP/s" in text
+    assert "responses of 128 tokens" in text
     # By hand: 12 bytes of each of 7.6 billion weights, written by 8 workers at 1 GB/s.
-    assert "resume points (at most 3% of a run's time; 11 s each at 1 GB/s per worker)" in estimate["not_counted"]
+    assert "resume points (at most 3% of a run's time; 11 s each at 1 GB/s per worker)" in text
     # Its rollouts are by vLLM; those of the smoke study are not.
-    assert "weight syncs" in estimate["not_counted"]
+    assert "weight syncs" in text
     assert "weight syncs" not in command_line("check", "config/smoke.yaml").stdout
 
 
 def test_a_study_that_adds_seeds_has_the_cost_with_all_of_them_too():
     """Two seeds before the first interim analysis, at most ten: five times the runs, whose checkpoints stay."""
     plan = StudyPlan(load_study_file(Path("config/decide.yaml")))
-    found = check_study(plan, Assumptions())
-    whole = check_study(StudyPlan(plan.study.with_seeds(10)), Assumptions()).estimate
+    found = costs_of(plan, Assumptions())
+    whole = costs_of(StudyPlan(plan.study.with_seeds(10)), Assumptions()).estimate
     assert found.estimate is not None
     assert found.at_most == whole
     assert whole.checkpoint_gigabytes == pytest.approx(5 * found.estimate.checkpoint_gigabytes)
     shown = CliRunner().invoke(app, ["check", "config/decide.yaml"]).stdout
     assert f", at most {whole.device_hours:,.3g} if all seeds are added" in shown
-    fixed = check_study(StudyPlan(load_study_file(Path("config/config.yaml"))), Assumptions())
+    fixed = costs_of(StudyPlan(load_study_file(Path("config/config.yaml"))), Assumptions())
     assert fixed.at_most is None
 
 
@@ -264,11 +263,11 @@ def test_the_table_of_running_md_is_what_check_computes():
     rows = re.findall(r"^\| `(.+)` \| (.+) \|$", Path("RUNNING.md").read_text(), re.MULTILINE)
     assert len(rows) == 4
     for name, cells in rows:
-        found = check_study(StudyPlan(load_study_file(Path(f"config/{name}.yaml"))), Assumptions())
-        estimate = found.estimate
+        plan = StudyPlan(load_study_file(Path(f"config/{name}.yaml")))
+        estimate = costs_of(plan, Assumptions()).estimate
         shown = CliRunner().invoke(app, ["check", f"config/{name}.yaml"]).stdout
         assert cells.split(" | ") == [
-            f"{found.num_runs} x {found.num_steps}",
+            f"{len(plan.runs())} x {plan.num_steps}",
             f"{estimate.device_hours:.0f}",
             f"{estimate.device_hours / 8:.0f} h",
             f"{estimate.checkpoint_gigabytes:.0f} GB",

@@ -3,10 +3,8 @@
 The evaluate stage compares them with the study before it writes anything; the comparison judges them again.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations
-from operator import itemgetter
 from typing import Any
 
 import polars as pl
@@ -19,7 +17,6 @@ _DIGITS = 8
 """Hexadecimal digits of the digest of a row: for one row in four thousand million, a change goes unseen."""
 
 _OF_A_ROW = ("question_id", "sample", "response", "response_tokens", "finish_reason")
-_BY_SAMPLE = itemgetter(_OF_A_ROW.index("sample"), _OF_A_ROW.index("question_id"))
 
 
 class PassFacts(Artifact):
@@ -43,12 +40,7 @@ class PassFacts(Artifact):
 
     def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
         """Yield what is wrong with the rows of this pass, if they are not the responses that the facts are about."""
-        yield from self.response_problems(rows.select(_OF_A_ROW).iter_rows())
-
-    def response_problems(self, responses: Iterable[tuple[Any, ...]]) -> Iterator[str]:
-        """Yield the same for rows of Python values: question, sample, response, its length and its end."""
-        found = sorted(responses, key=_BY_SAMPLE)
-        digests = [short_digest(row, _DIGITS // 2) for row in found]
+        digests = row_digests(rows)
         if "".join(digests) == self.rows:
             return
         stored = [self.rows[start : start + _DIGITS] for start in range(0, len(self.rows), _DIGITS)]
@@ -58,7 +50,7 @@ class PassFacts(Artifact):
         else:
             yield (
                 f"{self.name}: {len(where)} responses in the table are not those that the model gave to their "
-                f"questions, first {found[where[0]][0]}"
+                f"questions, first {rows.sort('sample', 'question_id')['question_id'][where[0]]}"
             )
 
 
@@ -85,15 +77,8 @@ class EvaluationFacts(Artifact):
 
     def row_problems(self, rows: pl.DataFrame) -> Iterator[str]:
         """Yield the passes whose rows in the table are not the responses that the facts are about."""
-        of_passes: dict[tuple[float, int], list[tuple[Any, ...]]] = defaultdict(list)
-        passes, responses = (
-            zip(*(rows[name].to_list() for name in names), strict=True)
-            for names in (("noise_level", "noise_seed"), _OF_A_ROW)
-        )
-        for key, response in zip(passes, responses, strict=True):
-            of_passes[key].append(response)
         for facts in self.passes:
-            yield from facts.response_problems(of_passes[facts.noise_level, facts.noise_seed])
+            yield from facts.row_problems(rows.filter(noise_level=facts.noise_level, noise_seed=facts.noise_seed))
 
     def problems(self) -> Iterator[str]:
         """Yield passes that share their noise: two that differ in noise have other logits in every batch."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.parities import OperatorParity, ParityFile
@@ -10,6 +11,8 @@ from aqnpipe.config.measured_noise import ErrorFigures, MeasuredError
 from aqnpipe.config.model import Dtype
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.errors import ConfigError
+
+Spec = TypeVar("Spec", TrainingSpec, EvaluationSpec)
 
 _SHAPE = (
     *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -36,8 +39,7 @@ def with_figures(
         return error
     path = Path(error.source)
     parity = read_json(path, ParityFile)
-    _refuse_other_model(path, parity, dtype, config or {}, weights_sha256)
-    _refuse_other_attention(path, parity, attention)
+    _refuse_other_model(path, parity, dtype, attention, config or {}, weights_sha256)
     if parity.verdict == "stale weights":
         raise ConfigError(f"{path}: {parity.summary} Expected a parity of the same weights on both sides")
     products = [operator for operator in parity.operators if operator.is_product]
@@ -58,7 +60,7 @@ def measured_layer_errors(path: Path, weights_sha256: str | None = None) -> dict
     (`weights_sha256`; None: not compared), made without the same inputs, or with a fault.
     """
     parity = read_json(path, ParityFile)
-    _refuse_other_model(path, parity, None, {}, weights_sha256)
+    _refuse_other_model(path, parity, None, None, {}, weights_sha256)
     if parity.verdict in ("fault", "stale weights"):
         raise ConfigError(f"{path}: {parity.summary} Expected a parity of a machine that computes correctly")
     if not parity.same_inputs:
@@ -68,27 +70,18 @@ def measured_layer_errors(path: Path, weights_sha256: str | None = None) -> dict
     return parity.layer_errors()
 
 
-def training_with_figures(
-    spec: TrainingSpec, *, config: Mapping[str, object] | None = None, weights_sha256: str | None = None
-) -> TrainingSpec:
-    """Return a training job's settings with the figures of its arm's measured error; see `with_figures`."""
+def spec_with_figures(
+    spec: Spec, *, config: Mapping[str, object] | None = None, weights_sha256: str | None = None
+) -> Spec:
+    """Return the settings of a training or an evaluation with the figures of measured errors; see `with_figures`.
+
+    In an evaluation weights are not compared: those of a trained checkpoint are not those of the parity.
+    """
 
     def change(error: MeasuredError) -> MeasuredError:
         return with_figures(
             error, dtype=spec.dtype, attention=spec.attention, config=config, weights_sha256=weights_sha256
         )
-
-    return replaced(spec, MeasuredError, change)
-
-
-def evaluation_with_figures(spec: EvaluationSpec, *, config: Mapping[str, object] | None = None) -> EvaluationSpec:
-    """Return an evaluation's settings with the figures of its measured errors; see `with_figures`.
-
-    Weights are not compared: those of a trained checkpoint are not those of the parity.
-    """
-
-    def change(error: MeasuredError) -> MeasuredError:
-        return with_figures(error, dtype=spec.dtype, attention=spec.attention, config=config)
 
     return replaced(spec, MeasuredError, change)
 
@@ -114,7 +107,12 @@ def _figures_of(path: Path, parity: ParityFile, operator: OperatorParity) -> Err
 
 
 def _refuse_other_model(
-    path: Path, parity: ParityFile, dtype: Dtype | None, config: Mapping[str, object], weights_sha256: str | None
+    path: Path,
+    parity: ParityFile,
+    dtype: Dtype | None,
+    attention: str | None,
+    config: Mapping[str, object],
+    weights_sha256: str | None,
 ) -> None:
     first = parity.first
     if weights_sha256 is not None and first.weights_sha256 != weights_sha256:
@@ -128,21 +126,15 @@ def _refuse_other_model(
                 f"{path}: a parity of another model ({first.model}): found {key} {first.config[key]}, the model that "
                 f"gets the noise has {config[key]}"
             )
-    if dtype is not None and first.dtype != dtype:
-        raise ConfigError(
-            f"{path}: the first side computed in {first.dtype}, the model that gets the noise does in {dtype}; "
-            "expected a parity whose first side is the machine that computes here"
-        )
-
-
-def _refuse_other_attention(path: Path, parity: ParityFile, attention: str | None) -> None:
-    """Raise ConfigError if the first side had another attention kernel; those of vLLM have other names."""
-    first = parity.first
-    if attention is not None and first.backend == "transformers" and first.attention != attention:
-        raise ConfigError(
-            f"{path}: the first side computed attention with {first.attention}, the model that gets the noise does "
-            f"with {attention}; expected a parity whose first side is the machine that computes here"
-        )
+    # The attention kernels of vLLM have other names.
+    kernel = attention if first.backend == "transformers" else None
+    for how, found, expected in (("in", first.dtype, dtype), ("attention with", first.attention, kernel)):
+        if expected not in (None, found):
+            raise ConfigError(
+                f"{path}: the first side computed {how} {found}, the model that gets the noise does "
+                f"{how.rpartition(' ')[2]} {expected}; expected a parity whose first side is the machine that computes "
+                "here"
+            )
 
 
 def _refuse_missing_layers(path: Path, figures: Mapping[str, ErrorFigures], config: Mapping[str, object]) -> None:

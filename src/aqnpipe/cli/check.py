@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
-from pydantic import Field
 
 from aqnpipe.cli.cost_estimate import (
     A100,
@@ -20,7 +19,7 @@ from aqnpipe.cli.memory_estimate import DEVICE_GIGABYTES, evaluation_memory, tra
 from aqnpipe.cli.options import TrustCode
 from aqnpipe.cli.profile_file import device_problem, shards_problem
 from aqnpipe.cli.study import open_study
-from aqnpipe.config.base import FrozenModel, key_values
+from aqnpipe.config.base import key_values
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import Keep
 from aqnpipe.config.yaml_file import typed_scalars, validated
@@ -31,23 +30,14 @@ LARGE_STUDY_HOURS = 4.0
 """Device hours from which the workflow prints the estimated cost of a study before it starts."""
 
 
-class CheckedStudy(FrozenModel):
-    """Output of `aqnpipe check --json`. If there is no estimate, `missing` is the information it needs."""
+class Costs(NamedTuple):
+    """The estimated cost of a study, or the information that an estimate needs as `missing`.
 
-    study: str
-    arms: tuple[str, ...]
-    seeds: tuple[int, ...]
-    num_runs: int
-    num_steps: int
-    checkpoint_steps: tuple[int, ...]
-    num_comparisons: int
-    keep: Keep
-    jobs: dict[str, int]
-    devices_per_engine: int = Field(description="devices that share every layer in an evaluation")
+    at_most: that of all seeds that may be added; `estimate` is then of the seeds that start.
+    """
+
     estimate: Estimate | None
-    at_most: Estimate | None = Field(
-        default=None, description="of all seeds that may be added; `estimate` is then of the seeds that start"
-    )
+    at_most: Estimate | None
     missing: str | None
 
 
@@ -74,7 +64,6 @@ def check(
         float | None, typer.Option(min=0.1, help="memory of one device in GB; default: 80 for cuda, 64 for npu")
     ] = None,
     trust_code: TrustCode = False,
-    json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Validate a study file and its arms, list its jobs and estimate the cost. If it does not fit, exit with 2."""
     plan = open_study([study], trust_code=trust_code)
@@ -84,12 +73,8 @@ def check(
         parameters=_sizes(parameters or [], plan),
         rates=_rates(plan, tflops, training_utilization, generation_utilization),
     )
-    checked = check_study(plan, given)
-    memory_needed = _memory(plan, memory, given)
-    if json:
-        typer.echo(checked.model_dump_json(indent=2))
-        return
-    typer.echo("\n".join([_summary_of_jobs(study, plan), *_lines(checked), *memory_needed]))
+    lines = [_summary_of_jobs(study, plan), *_lines(plan, costs_of(plan, given)), *_memory(plan, memory, given)]
+    typer.echo("\n".join(lines))
     requested, shards = plan.study.config.device, plan.study.config.generation.tensor_parallel
     if problem := device_problem(requested) or shards_problem(requested, shards):
         typer.echo(f"this machine cannot run its jobs: {problem}")
@@ -110,31 +95,15 @@ def _other_devices(plan: StudyPlan) -> Iterator[str]:
         yield f"on {kind}: {', '.join(rules)} of {', '.join(plan.machines_on(kind))}{here}"
 
 
-def check_study(plan: StudyPlan, assumptions: Assumptions) -> CheckedStudy:
-    """Return the jobs of a study, and the estimate of their cost or the information it needs."""
-    at_most = None
+def costs_of(plan: StudyPlan, assumptions: Assumptions) -> Costs:
+    """Return the estimated cost of a study, or the information that an estimate needs."""
+    rule = plan.study.adaptive_seeds
+    # Of a study that has added all seeds that it may add, in all arms.
+    whole = None if rule is None else StudyPlan(plan.study.with_seeds(rule.max))
     try:
-        estimate, missing = estimate_study(plan, assumptions), None
-        if plan.study.adaptive_seeds is not None:
-            # Of a study that has added all seeds that it may add, in all arms.
-            at_most = estimate_study(StudyPlan(plan.study.with_seeds(plan.study.adaptive_seeds.max)), assumptions)
+        return Costs(estimate_study(plan, assumptions), whole and estimate_study(whole, assumptions), None)
     except ConfigError as error:
-        estimate, missing = None, str(error)
-    return CheckedStudy(
-        study=plan.study.config.study,
-        arms=plan.study.config.arms,
-        seeds=plan.study.seeds,
-        num_runs=len(plan.runs()),
-        num_steps=plan.num_steps,
-        checkpoint_steps=tuple(plan.checkpoint_steps),
-        num_comparisons=len(plan.study.comparisons()),
-        keep=plan.study.config.keep,
-        jobs=plan.jobs(),
-        devices_per_engine=plan.study.config.generation.tensor_parallel,
-        estimate=estimate,
-        at_most=at_most,
-        missing=missing,
-    )
+        return Costs(None, None, str(error))
 
 
 def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) -> list[str]:
@@ -155,14 +124,14 @@ def _memory(plan: StudyPlan, gigabytes: float | None, assumptions: Assumptions) 
 
 def announcement(plan: StudyPlan) -> str | None:
     """Return a line on the cost of a large study, which the workflow prints before it starts; None for a small one."""
-    checked = check_study(plan, Assumptions())
-    shown = checked.at_most or checked.estimate
+    costs = costs_of(plan, Assumptions())
+    shown = costs.at_most or costs.estimate
     if shown is None:
-        return f"estimated cost: unknown, {checked.missing}"
+        return f"estimated cost: unknown, {costs.missing}"
     if shown.device_hours < LARGE_STUDY_HOURS:
         return None
     return (
-        f"estimated cost: {'at most ' if checked.at_most else ''}{shown.device_hours:,.3g} {shown.rates.device} hours "
+        f"estimated cost: {'at most ' if costs.at_most else ''}{shown.device_hours:,.3g} {shown.rates.device} hours "
         f"and {shown.disk_gigabytes:,.3g} GB of disk (`aqnpipe check` prints what this assumes)"
     )
 
@@ -210,14 +179,15 @@ def _summary_of_jobs(study: Path, plan: StudyPlan) -> str:
     )
 
 
-def _lines(checked: CheckedStudy) -> list[str]:
-    jobs = ", ".join(f"{rule} {count}" for rule, count in checked.jobs.items())
-    lines = [f"jobs: {jobs}; {sum(checked.jobs.values())} in all"]
-    if checked.devices_per_engine > 1:
-        lines.append(f"each evaluation: {checked.devices_per_engine} devices per worker, which share every layer")
-    if checked.estimate is None:
-        return [*lines, f"no estimate of the cost: {checked.missing}"]
-    return [*lines, *_estimate_lines(checked.estimate, checked.at_most, checked.keep)]
+def _lines(plan: StudyPlan, costs: Costs) -> list[str]:
+    counts, shards = plan.jobs(), plan.study.config.generation.tensor_parallel
+    jobs = ", ".join(f"{rule} {count}" for rule, count in counts.items())
+    lines = [f"jobs: {jobs}; {sum(counts.values())} in all"]
+    if shards > 1:
+        lines.append(f"each evaluation: {shards} devices per worker, which share every layer")
+    if costs.estimate is None:
+        return [*lines, f"no estimate of the cost: {costs.missing}"]
+    return [*lines, *_estimate_lines(costs.estimate, costs.at_most, plan.study.config.keep)]
 
 
 def _estimate_lines(estimate: Estimate, at_most: Estimate | None, keep: Keep) -> list[str]:

@@ -151,7 +151,7 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
             noise_name=noise_names.get(level),
             variances_from="usual values" if own is None else "results" if own.seed_range else "results, usual seeds",
             seed_sd=variances.seed**0.5,
-            seed_sd_range=_roots(pilot.seed_range),
+            seed_sd_range=pilot.seed_range and (pilot.seed_range[0] ** 0.5, pilot.seed_range[1] ** 0.5),
             detectable_alone=limit(variances, sizes, 1),
             detectable_in_family=limit(variances, sizes, largest),
             seeds_range=None if low is None or pilot.seed_range is None else (low, high),
@@ -175,10 +175,6 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
         alpha=config.statistics.alpha,
         power=config.statistics.power,
     )
-
-
-def _roots(ends: tuple[float, float] | None) -> tuple[float, float] | None:
-    return None if ends is None else (ends[0] ** 0.5, ends[1] ** 0.5)
 
 
 def _clusters(dataset: DatasetConfig, num_questions: int) -> "Clusters | None":
@@ -255,7 +251,8 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
     width = max(7, *(len(level.noise_name or "") for level in found.levels))
     yield f"{'noise':>{width}}{'alone':>8}{'group':>8}  {'SD of seeds':<27}{wanted}"
     for level in found.levels:
-        limits = "".join(_points(limit) for limit in (level.detectable_alone, level.detectable_in_family))
+        found_limits = (level.detectable_alone, level.detectable_in_family)
+        limits = "".join(f"{'none' if one is None else format(100 * one, '.1f'):>8}" for one in found_limits)
         between = "" if level.seed_sd_range is None else " to ".join(f"{100 * end:.1f}" for end in level.seed_sd_range)
         scatter = f"{100 * level.seed_sd:.1f} ({between or level.variances_from})"
         noise = level.noise_name or f"{level.noise_level:.0%}"
@@ -269,10 +266,6 @@ def _lines(found: StudyPrognosis) -> Iterator[str]:
 def _shared(found: StudyPrognosis) -> str:
     number = found.devices_per_engine
     return f", evaluations on {number} devices per worker" if number > 1 else ""
-
-
-def _points(limit: float | None) -> str:
-    return f"{'none' if limit is None else format(100 * limit, '.1f'):>8}"
 
 
 def _seeds_range(level: PlannedLevel) -> str:

@@ -323,27 +323,7 @@ class LogHandler(LogHandlerBase):
             self._write(line)
         super().close()
 
-    @property
-    def writes_to_stream(self) -> bool:
-        """Return whether the handler takes the place of Snakemake's own on the terminal."""
-        return True
-
-    @property
-    def writes_to_file(self) -> bool:
-        """Return whether the handler writes a log file."""
-        return False
-
-    @property
-    def has_filter(self) -> bool:
-        """Return whether the handler filters records itself; Snakemake's filter follows `--quiet`."""
-        return False
-
-    @property
-    def has_formatter(self) -> bool:
-        """Return whether the handler formats records itself; Snakemake's formatter serves dry runs."""
-        return False
-
-    @property
-    def needs_rulegraph(self) -> bool:
-        """Return whether the handler needs the graph of the rules."""
-        return False
+    # It takes the place of Snakemake's own handler on the terminal, whose filter follows `--quiet` and whose formatter
+    # serves dry runs.
+    writes_to_stream = True
+    writes_to_file = has_filter = has_formatter = needs_rulegraph = False

@@ -161,7 +161,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(400, f"{_NEEDS_ADDRESS}\n", "text/plain; charset=utf-8")
             return
         if self._is_token(query.get("token", [""])[0]):
-            self._answer(303, "", "text/plain; charset=utf-8", Location=address.path, **{"Set-Cookie": self._cookie()})
+            cookie = f"{self._cookie_name}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            self._answer(303, "", "text/plain; charset=utf-8", Location=address.path, **{"Set-Cookie": cookie})
             return
         if not self._is_token(self._token_of_cookie()):
             self._answer(403, f"{_NEEDS_ADDRESS}\n", "text/plain; charset=utf-8")
@@ -194,9 +195,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _cookie_name(self) -> str:
         # Browsers send cookies to all ports of a machine.
         return f"aqnpipe-view-{self.headers.get('Host', '').partition(':')[2]}"
-
-    def _cookie(self) -> str:
-        return f"{self._cookie_name}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
 
     def _token_of_cookie(self) -> str:
         # One by one: a browser sends those of all programs on this machine, and some are not as the standard says.

@@ -156,9 +156,6 @@ class Contrasts:
         self._refuse_missing(wanted)
         return [self._evaluations[key] for key in wanted]
 
-    def _seeds(self, arm: str) -> tuple[int, ...]:
-        return (0,) if arm == PRETRAINED else self._study.seeds_of(arm)
-
     def _last_step(self, arm: str) -> int:
         return 0 if arm == PRETRAINED else self._study.num_steps
 
@@ -188,7 +185,8 @@ class Contrasts:
         return list(zip(self._runs(treatment, number), self._runs(control, number), strict=True))
 
     def _keys(self, side: Side) -> list[Checkpoint]:
-        return [(side.model, side.arm, seed, self._last_step(side.arm)) for seed in self._seeds(side.arm)]
+        seeds = (0,) if side.arm == PRETRAINED else self._study.seeds_of(side.arm)
+        return [(side.model, side.arm, seed, self._last_step(side.arm)) for seed in seeds]
 
     def _runs(self, side: Side, number: int) -> list[LoadedEvaluation]:
         """Return the first runs of a side; the pretrained model has one, which is repeated."""

@@ -130,14 +130,13 @@ def largest_difference(claim: Comparison) -> float:
     return 2.0 if claim.kind == "degradation" else 1.0
 
 
-def needs_several_seeds(contrast: Contrast) -> bool:
-    """Return whether the claim is about arms, which a single run cannot support. Others are about given weights."""
-    return not contrast.of_weights and contrast.treatment.arm != contrast.control.arm
-
-
 def is_decidable(contrast: Contrast, estimate: Estimate) -> bool:
-    """Return whether the data can support or refute the claim at all."""
-    return estimate.covers_seed_variance or not needs_several_seeds(contrast)
+    """Return whether the data can support or refute the claim: a single run cannot where it is about arms.
+
+    Other claims are about given weights.
+    """
+    is_of_arms = not contrast.of_weights and contrast.treatment.arm != contrast.control.arm
+    return estimate.covers_seed_variance or not is_of_arms
 
 
 def judge(

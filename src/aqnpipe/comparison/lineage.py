@@ -16,7 +16,7 @@ import polars as pl
 
 from aqnpipe.artifacts.evaluations import evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table
-from aqnpipe.artifacts.measured_errors import evaluation_with_figures, training_with_figures
+from aqnpipe.artifacts.measured_errors import spec_with_figures
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import RunRecord, first_difference, read_removed, record_problems
 from aqnpipe.artifacts.training_facts import recorded_fact_problems
@@ -81,10 +81,6 @@ class _Lineage:
         settings = self._plan.evaluation_settings
         return graders_of(settings.primary_scorer, settings.scorer_sha256)
 
-    @property
-    def _scored_columns(self) -> list[str]:
-        return columns_of({**self._graders, **({} if self._task is None else {"task": None})})
-
     def _data(self, split: str) -> Path:
         return self._results / "data" / f"{split}.parquet"
 
@@ -100,7 +96,7 @@ class _Lineage:
         if self._plan.examples_input():
             inputs["train_problems"] = self._data("train")
         spec = self._plan.evaluation_spec(model=model, arm=arm, seed=str(seed), step=str(step))
-        requested = evaluation_with_figures(EvaluationSpec.model_validate(spec)).model_dump(mode="json")
+        requested = spec_with_figures(EvaluationSpec.model_validate(spec)).model_dump(mode="json")
         return [
             *record_problems(record, outputs={"table": files.table, "receipt": files.receipt}, inputs=inputs),
             *_setting_problems(record, requested),
@@ -184,7 +180,7 @@ class _Lineage:
         identity: dict[str, str | int] = {"model": model, "arm": arm, "seed": seed, "num_steps": self._plan.num_steps}
         problems = record_problems(record, identity=identity, outputs=outputs, inputs=inputs)
         planned = with_custom_sigmas(TrainingSpec.model_validate(self._plan.training_spec(arm, seed)))
-        settings = training_with_figures(planned)
+        settings = spec_with_figures(planned)
         spec = settings.model_dump(mode="json")
         problems += _setting_problems(record, spec)
         if not problems:
@@ -199,7 +195,8 @@ class _Lineage:
     def _answer_problems(self, path: Path) -> list[str]:
         """Return the problems of an evaluation table: missing, unrequested, repeated and wrongly graded responses."""
         rows = read_unchecked_table(path)
-        needed = {"question_id", "response", *self._scored_columns}
+        scorers = {**self._graders, **({} if self._task is None else {"task": None})}
+        needed = {"question_id", "response", *columns_of(scorers)}
         if not self._data("test").is_file() or not needed <= {*rows.columns}:
             return []  # Other checks refuse the evaluation for this.
         config = self._plan.study.config.evaluation

@@ -120,10 +120,10 @@ def registered_design(study: Study) -> LookDesign:
     Raises ConfigError if the study was changed after that, so that the error rates of its looks would not hold.
     """
     rule, results = _rule(study), study.config.results_dir
-    recorded = list(_recorded_designs(results))
-    if not recorded:
+    recorded = _recorded_design(results)
+    if recorded is None:
         return design_of(study, rule.max)
-    path, design, last_look = recorded[-1]
+    path, design, last_look = recorded
     for problem in _changes(design, design_of(study, design.planned)):
         raise ConfigError(
             f"{problem} was changed after the study began ({path}), so the error rates of its claims would no longer "
@@ -176,39 +176,35 @@ def _rule(study: Study) -> AdaptiveSeeds:
     return study.adaptive_seeds
 
 
-def _recorded_designs(results: str) -> Iterator[tuple[Path, LookDesign, int]]:
-    """Yield every recorded design: its file, itself, and the number of its look (0: before the first)."""
+def _recorded_design(results: str) -> tuple[Path, LookDesign, int] | None:
+    """Return the last recorded design with its file and the number of its look (0: before the first), if any."""
+    stems = (path.stem.removeprefix("look") for path in Path(results, FOLDER).glob("look*.json"))
+    if last := max((int(stem) for stem in stems if stem.isdigit()), default=0):
+        return look_file(results, last), read_json(look_file(results, last), LookFile).design, last
     path = Path(results, FOLDER, DESIGN)
-    if path.is_file():
-        yield path, read_json(path, LookDesign), 0
-    records = (
-        (int(path.stem.removeprefix("look")), path)
-        for path in Path(results, FOLDER).glob("look*.json")
-        if path.stem.removeprefix("look").isdigit()
-    )
-    for number, path in sorted(records):
-        yield path, read_json(path, LookFile).design, number
+    return (path, read_json(path, LookDesign), 0) if path.is_file() else None
+
+
+_KEYS = {
+    **{name: f"seeds.{name}" for name in ("start", "step", "futility", "reserve")},
+    "alpha": "statistics.alpha",
+    "scorer": "evaluation.primary_scorer",
+}
+"""Keys of a study by the fields of its design."""
 
 
 def _changes(registered: LookDesign, found: LookDesign) -> Iterator[str]:
-    for name in ("start", "step", "futility", "reserve"):
+    for name, key in _KEYS.items():
         if getattr(registered, name) != getattr(found, name):
-            yield f"seeds.{name} ({getattr(registered, name):g} to {getattr(found, name):g})"
-    if registered.alpha != found.alpha:
-        yield f"statistics.alpha ({registered.alpha:g} to {found.alpha:g})"
-    if registered.scorer != found.scorer:
-        yield f"evaluation.primary_scorer ({registered.scorer} to {found.scorer})"
+            yield f"{key} ({getattr(registered, name)} to {getattr(found, name)})"
     for name in (*registered.claims, *found.claims):
         if registered.claims.get(name) != found.claims.get(name):
             change = "removed" if name not in found.claims else "added" if name not in registered.claims else "edited"
             yield f"comparisons: the claim {name} ({change})"
     for name in registered.settings:
         if registered.settings[name] != found.settings.get(name):
-            yield (
-                "the data set, prompt, evaluation or statistics.unit"
-                if name == "data"
-                else f"the training or evaluation of arm {name}"
-            )
+            of_arm = f"the training or evaluation of arm {name}"
+            yield "the data set, prompt, evaluation or statistics.unit" if name == "data" else of_arm
 
 
 def _as_tested(claim: Comparison) -> str:

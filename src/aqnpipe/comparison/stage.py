@@ -20,14 +20,7 @@ from aqnpipe.artifacts.comparisons import (
     RobustnessTable,
 )
 from aqnpipe.artifacts.evaluations import evaluation_files
-from aqnpipe.artifacts.files import (
-    read_json,
-    read_table,
-    table_of,
-    write_csv,
-    write_json,
-    write_table,
-)
+from aqnpipe.artifacts.files import read_json, read_table, table_of, write_csv, write_json, write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.artifacts.runs import RunRecord
@@ -39,24 +32,11 @@ from aqnpipe.comparison.claims import (
     look_statement,
     statements_of,
 )
-from aqnpipe.comparison.contrasts import (
-    Checkpoint,
-    Contrast,
-    Contrasts,
-    Scores,
-    checkpoint_name,
-)
+from aqnpipe.comparison.contrasts import Contrast, Contrasts, Scores, checkpoint_name
 from aqnpipe.comparison.descriptive import aa_control_rates, difference_rows, robustness_rows, segment_effects
 from aqnpipe.comparison.evaluations import EvaluationInput, Refusal, load_evaluations
 from aqnpipe.comparison.identity import comparison_ids, error_families
-from aqnpipe.comparison.judgement import (
-    Evidence,
-    Judgement,
-    Tested,
-    adjusted_tests,
-    evidence_of,
-    judge,
-)
+from aqnpipe.comparison.judgement import Evidence, Judgement, Tested, adjusted_tests, evidence_of, judge
 from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.config.analysis import StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
@@ -143,7 +123,7 @@ def compare(
             families=tuple(Family(name=name, size=size) for name, size in families.items()),
             claims=tuple(claims),
             aa_control_rates=aa_control_rates(study, contrasts),
-            missing=missing_evaluations(study, set(loaded)),
+            missing=tuple(checkpoint_name(key) for key in StudyPlan(study).evaluations() if key not in loaded),
             answer=answer_of(claims, rows, decided, named, settings.power, has_usual_pairs=has_usual_pairs),
             looks=tuple(looks),
             segments=()
@@ -158,11 +138,6 @@ def _with_reasons(compared: pl.DataFrame, claims: Sequence[Claim]) -> pl.DataFra
     """Return the comparisons with the columns claim and reason: why a comparison is invalid, empty for the others."""
     reasons = pl.Series("reason", [claim.invalid_reason for claim in claims], dtype=pl.String)
     return compared.with_columns(pl.Series("claim", [claim.claim for claim in claims], dtype=pl.String), reasons)
-
-
-def missing_evaluations(study: Study, present: set[Checkpoint]) -> tuple[str, ...]:
-    """Return the names of the requested evaluations that are not in `present`."""
-    return tuple(checkpoint_name(key) for key in StudyPlan(study).evaluations() if key not in present)
 
 
 def judge_all(

@@ -17,7 +17,7 @@ import torch
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digests
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
-from aqnpipe.artifacts.measured_errors import evaluation_with_figures
+from aqnpipe.artifacts.measured_errors import spec_with_figures
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, sha256_of_files, short_digest, versions
 from aqnpipe.artifacts.runs import RunRecord, StageFiles
@@ -64,7 +64,7 @@ def evaluate(
     """
     refuse_other_numbers()
     refuse_removed(model_dir)
-    spec = evaluation_with_figures(spec, config=read_model_config(model_dir))
+    spec = spec_with_figures(spec, config=read_model_config(model_dir))
     config = spec.evaluation
     torch.set_num_threads(config.threads)
     problems = read_table(test_problems, ProblemTable)
@@ -141,7 +141,7 @@ def is_evaluated(
     if not outputs.exist:
         return False
     record = read_json(outputs.record, RunRecord)
-    spec = evaluation_with_figures(spec)
+    spec = spec_with_figures(spec)
     return (
         record.config == spec.model_dump(mode="json")
         and record.code_digest == code_digest("aqnpipe.evaluation.stage")

@@ -258,17 +258,13 @@ def fault_parts(data: ReportData, words: Words) -> tuple[Part, ...]:
             Part("figure", _loss_figure(study, words), stem=f"loss-{number}"),
         ]
     if faulty := [run for run in data.runs if run.receipt.faults]:
-        survival = training_faults(faulty, words)
+        survival = table("training-faults", _training_rows(faulty, words), words)
         parts.append(Part("folded", (Part("table", survival),), survival.caption))
     return tuple(parts)
 
 
-def training_faults(runs: Sequence[Run], words: Words) -> Table:
-    """Return the survival rate by run, fault and phase, and the share of the gradient that the fault zeroed."""
-    return table("training-faults", _training_rows(runs, words), words)
-
-
 def _training_rows(runs: Sequence[Run], words: Words) -> Iterator[dict[str, Any]]:
+    """Yield the survival rate by run, fault and phase, and the share of the gradient that the fault zeroed."""
     nothing = dict.fromkeys(("survival_rate", "zeroed_share", "zeroed_norm_share"))
     for run in runs:
         name, faults = words("run.name", arm=run.arm, seed=run.seed), run.receipt.faults

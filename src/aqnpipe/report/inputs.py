@@ -1,8 +1,7 @@
 """Inputs of the report: the content of all artifacts of a study that exist, read and validated."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -146,37 +145,58 @@ def read_study(plan: StudyPlan, root: Path = Path(), compared: Path | None = Non
     results, config = root / plan.results, plan.study.config
     compared = results if compared is None else compared
 
-    def read(paths: Sequence[Path], reader: Callable[[], Content]) -> Content | None:
+    def are_there(*paths: Path) -> bool:
         absent = [path for path in paths if not path.exists()]
         missing.extend(absent)
-        return None if absent else reader()
+        return not absent
 
     def table(path: Path, schema: type[pa.DataFrameModel]) -> pl.DataFrame:
-        found = read([path], lambda: read_table(path, schema))
-        return table_of([], schema) if found is None else found
+        return read_table(path, schema) if are_there(path) else table_of([], schema)
 
     def json(path: Path, model: type[Json]) -> Json | None:
-        return read([path], lambda: read_json(path, model))
+        return read_json(path, model) if are_there(path) else None
 
     def run(model: str, arm: str, seed: int) -> Run | None:
         folder = results / "runs" / model / arm / f"seed{seed}"
         metrics, receipt, record = (folder / name for name in ("metrics.parquet", "receipt.json", "run.json"))
-        costs = results / "benchmarks" / "train" / f"{model}_{arm}_seed{seed}.tsv"
-        reader = partial(_read_run, model, arm, seed, metrics, receipt, record, costs)
-        return read([metrics, receipt, record], reader)
+        if not are_there(metrics, receipt, record):
+            return None
+        identity = {"model": model, "arm": arm, "seed": seed}
+        return Run(
+            path=record,
+            **identity,
+            record=_own_record(record, identity, metrics, receipt),
+            # Validated below, those of all runs together.
+            metrics=read_unchecked_table(metrics),
+            receipt=read_json(receipt, Receipt),
+            cost=read_cost(results / "benchmarks" / "train" / f"{model}_{arm}_seed{seed}.tsv"),
+        )
 
     def evaluated(*checkpoint: str | int) -> Evaluated | None:
         files = evaluation_files(results, *checkpoint)  # type: ignore[arg-type]
+        if not are_there(files.table, files.receipt, files.record):
+            return None
         name = f"{files.model}_{files.arm}_seed{files.seed}_step{files.step}.tsv"
-        costs = results / "benchmarks" / "evaluate" / name
-        return read([files.table, files.receipt, files.record], lambda: _read_evaluated(files, costs))
+        return Evaluated(
+            source=files,
+            record=_own_record(files.record, files.identity),
+            receipts=read_json(files.receipt, EvaluationReceipts),
+            cost=read_cost(results / "benchmarks" / "evaluate" / name),
+        )
 
     def diagnosis(model: str, machine: str) -> Diagnosis | None:
         folder = results / "srdd" / model / machine
-        strategies = plan.strategies(model, machine)
-        sigmas: dict[str, Path] = {strategy: folder / sigmas_name(strategy) for strategy in strategies}
-        files = folder / "layers.parquet", folder / "verdict.json"
-        return read([*files, *sigmas.values()], lambda: _read_diagnosis(model, machine, *files, sigmas))
+        layers, verdict = folder / "layers.parquet", folder / "verdict.json"
+        sigmas = {strategy: folder / sigmas_name(strategy) for strategy in plan.strategies(model, machine)}
+        if not are_there(layers, verdict, *sigmas.values()):
+            return None
+        return Diagnosis(
+            model=model,
+            machine=machine,
+            layers=read_table(layers, LayerTable),
+            verdict=_own_verdict(verdict, model, machine),
+            strategies={name: read_yaml(file, SigmaFile) for name, file in sigmas.items()},
+        )
 
     def loss_study(path: str) -> LossStudyFile | None:
         again = compared / Path(path).relative_to(plan.results)
@@ -240,20 +260,6 @@ def _schema_of(record: RunRecord) -> type[TrainingMetrics]:
     return CustomRewardMetrics if isinstance(training, dict) and training.get("rewards") else TrainingMetrics
 
 
-def _read_run(model: str, arm: str, seed: int, metrics: Path, receipt: Path, record: Path, costs: Path) -> Run:
-    """Read the files of a run without validating its metrics: `read_study` validates those of all runs together."""
-    return Run(
-        path=record,
-        model=model,
-        arm=arm,
-        seed=seed,
-        record=_own_record(record, {"model": model, "arm": arm, "seed": seed}, metrics, receipt),
-        metrics=read_unchecked_table(metrics),
-        receipt=read_json(receipt, Receipt),
-        cost=read_cost(costs),
-    )
-
-
 def _own_record(path: Path, identity: Mapping[str, str | int], *outputs: Path) -> RunRecord:
     """Return a record; DataError if it has another identity, or if an output does not match its digest in it."""
     record = read_json(path, RunRecord)
@@ -263,16 +269,8 @@ def _own_record(path: Path, identity: Mapping[str, str | int], *outputs: Path) -
     return record
 
 
-def _read_evaluated(files: EvaluationFiles, costs: Path) -> Evaluated:
-    return Evaluated(
-        source=files,
-        record=_own_record(files.record, files.identity),
-        receipts=read_json(files.receipt, EvaluationReceipts),
-        cost=read_cost(costs),
-    )
-
-
-def _read_diagnosis(model: str, machine: str, layers: Path, path: Path, sigmas: Mapping[str, Path]) -> Diagnosis:
+def _own_verdict(path: Path, model: str, machine: str) -> Verdict:
+    """Return a verdict; DataError if it is that of another model or machine."""
     verdict = read_json(path, Verdict)
     origin = verdict.origin
     if origin is not None and (origin.model, origin.machine) != (model, machine):
@@ -280,10 +278,4 @@ def _read_diagnosis(model: str, machine: str, layers: Path, path: Path, sigmas: 
             f"{path}: this is the diagnosis of model {origin.model} on machine {origin.machine}, expected model "
             f"{model} on machine {machine}"
         )
-    return Diagnosis(
-        model=model,
-        machine=machine,
-        layers=read_table(layers, LayerTable),
-        verdict=verdict,
-        strategies={name: read_yaml(file, SigmaFile) for name, file in sigmas.items()},
-    )
+    return verdict

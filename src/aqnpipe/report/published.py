@@ -75,44 +75,31 @@ def side_by_side(check: PublishedCheck, last: pl.DataFrame) -> pl.DataFrame:
 
     Columns: arm, kind (published or measured), seed (-1: published), accuracy, ci_low, ci_high.
     """
-    final = _final(check)
-    level_of = pl.DataFrame(
-        {"arm": list(final), "noise_level": [accuracy.noise_level or 0.0 for accuracy in final.values()]},
-        schema={"arm": pl.String, "noise_level": pl.Float64},
-    )
-    measured = last.join(level_of, on=["arm", "noise_level"], how="semi").select(
-        "arm", pl.lit("measured").alias("kind"), "seed", *(pl.col(c) * 100 for c in ("accuracy", "ci_low", "ci_high"))
-    )
+    keys, ends = ["arm", "noise_level"], ("ci_low", "ci_high")
     published = pl.DataFrame(
         [
-            {
-                "arm": arm,
-                "kind": "published",
-                "seed": -1,
-                "accuracy": float(accuracy.printed),
-                "ci_low": 100 * accuracy.ci_low,
-                "ci_high": 100 * accuracy.ci_high,
-            }
-            for arm, accuracy in final.items()
+            {"arm": arm, "noise_level": found.noise_level or 0.0, "kind": "published", "seed": -1}
+            | {"accuracy": float(found.printed), **{end: 100 * getattr(found, end) for end in ends}}
+            for arm, found in _final(check).items()
         ],
-        schema=measured.schema,
+        schema={"arm": pl.String, "noise_level": pl.Float64, "kind": pl.String, "seed": pl.Int64}
+        | dict.fromkeys(("accuracy", *ends), pl.Float64),
+    )
+    measured = last.join(published, on=keys, how="semi").select(
+        *keys, pl.lit("measured").alias("kind"), "seed", *(pl.col(name) * 100 for name in ("accuracy", *ends))
     )
     both = set(measured["arm"]) & set(published["arm"])
-    return pl.concat([published, measured]).filter(pl.col("arm").is_in(sorted(both)))
+    return pl.concat([published, measured]).filter(pl.col("arm").is_in(sorted(both))).drop("noise_level")
 
 
 def _final(check: PublishedCheck) -> dict[str, CheckedAccuracy]:
     """Return the published accuracy of every arm after its last step: that of the most questions."""
     final: dict[str, CheckedAccuracy] = {}
-    for accuracy in (accuracy for accuracy in check.accuracies if accuracy.arm is not None):
-        known = final.get(str(accuracy.arm))
-        if known is None or _rank(accuracy) > _rank(known):
-            final[str(accuracy.arm)] = accuracy
+    # Sorting keeps the order of figures of equal rank, of which the first counts.
+    for one in sorted(check.accuracies, key=lambda one: (-(one.step or 0), -one.num_questions)):
+        if one.arm is not None:
+            final.setdefault(one.arm, one)
     return final
-
-
-def _rank(accuracy: CheckedAccuracy) -> tuple[int, int]:
-    return accuracy.step or 0, accuracy.num_questions
 
 
 def _measured(check: PublishedCheck, accuracy: CheckedAccuracy, means: Means) -> float | None:

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 
 from aqnpipe.artifacts.comparisons import ClaimsFile, ComparisonTable
 from aqnpipe.artifacts.files import read_json, read_table
-from aqnpipe.config.analysis import PRETRAINED, ClaimRole
+from aqnpipe.config.analysis import PRETRAINED
 from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.claims import (
@@ -70,7 +70,7 @@ def render_summary(
         *incomplete,
         f"**{claims}**",
         "",
-        *_claim_lines(data, overview, shown, words),
+        *_claim_lines(overview, shown, words),
         *_look_lines(data, words),
         *(f"- {markdown(limit)}" for limit in overview.limits),
         "",
@@ -81,15 +81,14 @@ def render_summary(
     return "\n".join(parts) + "\n"
 
 
-def _claim_lines(data: ReportData, overview: ClaimsOverview, shown: Set[str], words: Words) -> list[str]:
+def _claim_lines(overview: ClaimsOverview, shown: Set[str], words: Words) -> list[str]:
     if not overview.rows:
         return []
     header = [words("column.verdict"), words("column.claim"), words("summary.difference"), words("column.interval")]
-    roles = {claim.comparison_id: claim.role for claim in data.claims.claims}
     rows = [
         [
             words(f"verdict.{row.verdict}"),
-            markdown(_with_role(row.claim, roles[row.comparison_id], words)),
+            markdown(row.claim if row.role == "secondary" else words(f"role.{row.role}", claim=row.claim)),
             row.difference,
             row.interval or numbers.MISSING,
         ]
@@ -98,10 +97,6 @@ def _claim_lines(data: ReportData, overview: ClaimsOverview, shown: Set[str], wo
     ]
     left_out = left_out_claims([row.verdict for row in overview.rows if row.comparison_id not in shown], words)
     return [*numbers.markdown_table(header, rows), "", *([left_out, ""] if left_out else [])]
-
-
-def _with_role(claim: str, role: ClaimRole, words: Words) -> str:
-    return claim if role == "secondary" else words(f"role.{role}", claim=claim)
 
 
 def _look_lines(data: ReportData, words: Words) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from aqnpipe.artifacts.files import digests_of, read_json, write_json
-from aqnpipe.artifacts.measured_errors import training_with_figures
+from aqnpipe.artifacts.measured_errors import spec_with_figures
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_files, versions
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.artifacts.training_facts import TrainingFacts
@@ -76,7 +76,7 @@ def with_measurements(spec: TrainingSpec, inputs: TrainingInputs) -> TrainingSpe
     if noise is None or not isinstance(noise.error, MeasuredError):
         return spec
     weights = read_prepared_model(inputs.model).weights_sha256
-    return training_with_figures(spec, config=read_model_config(inputs.model), weights_sha256=weights)
+    return spec_with_figures(spec, config=read_model_config(inputs.model), weights_sha256=weights)
 
 
 def _finish(spec: TrainingSpec, record: RunRecord, workspace: Workspace) -> None:

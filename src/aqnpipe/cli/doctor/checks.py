@@ -69,6 +69,13 @@ class Item(Artifact):
     advice: str = ""
 
 
+def checked(name: str, problem: str | None, found: str, advice: str = "") -> Item:
+    """Return what was found, or a problem with the advice against it."""
+    if problem is None:
+        return Item(name=name, status="ok", found=found)
+    return Item(name=name, status="problem", found=problem, advice=advice)
+
+
 def machine_checks(results: Path, partitions: tuple[SlurmPartition, ...] | None) -> list[Item]:
     """Return the checks that do not depend on a profile; `partitions` come from `read_partitions`."""
     devices = device_checks()

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aqnpipe.cli.doctor.checks import Item, Status, build_check, version_checks
+from aqnpipe.cli.doctor.checks import Item, Status, build_check, checked, version_checks
 from aqnpipe.cli.doctor.slurm import SlurmPartition
 from aqnpipe.cli.profile_file import (
     device_problem,
@@ -16,7 +16,7 @@ from aqnpipe.cli.profile_file import (
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study, load_study_file
 from aqnpipe.device import VISIBLE_DEVICES, resolve_device
-from aqnpipe.errors import AqnpipeError, ConfigError, DeviceError
+from aqnpipe.errors import AqnpipeError, ConfigError
 from aqnpipe.runtime.device_allocation import devices_of_machine
 
 DEFAULT_STUDY = "config/config.yaml"
@@ -38,64 +38,50 @@ def profile_checks(profile: Mapping[str, Any], partitions: tuple[SlurmPartition,
         study = load_study_file(Path(name))
     except AqnpipeError as error:
         return [Item(name="study", status="problem", found=str(error), advice="choose another with --configfile")]
-    study_check = Item(name="study", status="ok", found=f"{name}: device {study.config.device}")
-    workers_check = _workers_check(profile, study)
-    shares = list(_share_checks(profile, study))
-    if profile.get("executor") == "slurm":
-        build = build_check(study.config.device)
-        if build.status == "problem" and profile.get("precommand", "true") != "true":
-            # The jobs get their environment from this command.
-            build = build.model_copy(update={"status": "untested"})
-        others = _other_kinds_checks(profile, study)
-        of_jobs = _slurm_checks(profile, study, partitions)
-        return [study_check, workers_check, *shares, build, _plugin_check(), *of_jobs, *others]
-    return [study_check, workers_check, *shares, *_machine_checks(profile, study)]
+    given, plan = profile.get("set-resources", {}), StudyPlan(study)
+    checks = [Item(name="study", status="ok", found=f"{name}: device {study.config.device}")]
+    checks += [_workers_check(given.get("train", {}), study), *_share_checks(given, plan)]
+    if profile.get("executor") != "slurm":
+        return [*checks, *_machine_checks(profile, plan)]
+    build = build_check(study.config.device)
+    if build.status == "problem" and profile.get("precommand", "true") != "true":
+        # The jobs get their environment from this command.
+        build = build.model_copy(update={"status": "untested"})
+    plugin = next(check for check in version_checks() if check.name == "snakemake-executor-plugin-slurm")
+    if plugin.status == "missing":
+        plugin = plugin.model_copy(update={"status": "problem"})
+    return [*checks, build, plugin, *_slurm_checks(profile, plan, partitions), *_other_kinds_checks(given, plan)]
 
 
-def _workers_check(profile: Mapping[str, Any], study: Study) -> Item:
+def _workers_check(given: Mapping[str, Any], study: Study) -> Item:
     """Return the check that a training run has one device per worker; a device without a worker would be idle."""
-    train = profile.get("set-resources", {}).get("train", {})
-    training = study.config.training
+    training, devices = study.config.training, devices_of_job(given)
     if training is None:
         return Item(name="workers", status="ok", found="no training runs")
     workers = training.num_workers
-    devices = devices_of_job(train)
-    if devices is None or study.config.device == "cpu":
-        return Item(name="workers", status="ok", found=f"{workers} per training run")
-    found = f"{workers} per training run, on {devices} devices"
-    if workers == devices:
-        return Item(name="workers", status="ok", found=found)
+    if devices is None or study.config.device == "cpu" or workers == devices:
+        where = "" if devices is None or study.config.device == "cpu" else f", on {devices} devices"
+        return Item(name="workers", status="ok", found=f"{workers} per training run{where}")
     advice = "set the profile's train_devices and the study's training.num_workers to the same number"
-    return Item(name="workers", status="problem" if workers > devices else "untested", found=found, advice=advice)
+    status: Status = "problem" if workers > devices else "untested"
+    return Item(name="workers", status=status, found=f"{workers} per training run, on {devices} devices", advice=advice)
 
 
-def _share_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Item]:
+def _share_checks(given: Mapping[str, Any], plan: StudyPlan) -> Iterator[Item]:
     """Yield the check that every engine of an evaluation has its devices, of studies whose engines have several."""
-    shards = study.config.generation.tensor_parallel
-    given = profile.get("set-resources", {})
+    shards = plan.study.config.generation.tensor_parallel
     # The rules of evaluations on further machines too.
-    of_plan = StudyPlan(study).rules_by_kind().values()
-    evaluating = [rule for rules in of_plan for rule, base in rules.items() if base in ("evaluate", "evaluate_run")]
-    found = (shards_without_devices(rule, given.get(rule, {}), shards) for rule in evaluating)
-    problem = next((line for line in found if line is not None), None)
-    if problem is not None:
+    rules = [pair for rules in plan.rules_by_kind().values() for pair in rules.items()]
+    evaluating = [rule for rule, base in rules if base in ("evaluate", "evaluate_run")]
+    problems = filter(None, (shards_without_devices(rule, given.get(rule, {}), shards) for rule in evaluating))
+    if shards > 1:
         advice = f"set evaluate_devices in the site block of the profile to {shards} or a multiple"
-        yield Item(name="evaluations", status="problem", found=problem, advice=advice)
-    elif shards > 1:
-        yield Item(name="evaluations", status="ok", found=f"{shards} devices per worker")
+        yield checked("evaluations", next(problems, None), f"{shards} devices per worker", advice)
 
 
-def _plugin_check() -> Item:
-    """Return the check of the executor plugin, which cluster profiles need."""
-    name = "snakemake-executor-plugin-slurm"
-    check = next(check for check in version_checks() if check.name == name)
-    return check if check.status != "missing" else check.model_copy(update={"status": "problem"})
-
-
-def _other_kinds_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Item]:
+def _other_kinds_checks(given: Mapping[str, Any], plan: StudyPlan) -> Iterator[Item]:
     """Yield a problem for each rule on another kind of device than the study's to which the profile gives none."""
-    given = profile.get("set-resources", {})
-    for kind, rules in StudyPlan(study).rules_by_kind().items():
+    for kind, rules in plan.rules_by_kind().items():
         for rule in rules if kind in VISIBLE_DEVICES else ():
             if rule not in given:
                 advice = f"give {rule} a partition with {kind} in set-resources, or run these jobs where there are some"
@@ -103,7 +89,7 @@ def _other_kinds_checks(profile: Mapping[str, Any], study: Study) -> Iterator[It
 
 
 def _slurm_checks(
-    profile: Mapping[str, Any], study: Study, partitions: tuple[SlurmPartition, ...] | None
+    profile: Mapping[str, Any], plan: StudyPlan, partitions: tuple[SlurmPartition, ...] | None
 ) -> Iterator[Item]:
     """Yield a check per rule of the study with resources of its own in the profile, and one for all other jobs."""
     if not partitions:
@@ -112,71 +98,58 @@ def _slurm_checks(
         return
     defaults = profile.get("default-resources", {})
     yield _job_check("other jobs", defaults, partitions)
-    planned = {rule for rules in StudyPlan(study).rules_by_kind().values() for rule in rules}
+    planned = {rule for rules in plan.rules_by_kind().values() for rule in rules}
     for rule, resources in profile.get("set-resources", {}).items():
-        if rule.endswith(tuple(f"_{kind}" for kind in VISIBLE_DEVICES)) and rule not in planned:
-            continue
-        yield _job_check(rule, {**defaults, **resources}, partitions)
+        if rule in planned or not rule.endswith(tuple(f"_{kind}" for kind in VISIBLE_DEVICES)):
+            yield _job_check(rule, {**defaults, **resources}, partitions)
 
 
 def _job_check(job: str, requested: Mapping[str, Any], partitions: tuple[SlurmPartition, ...]) -> Item:
     name = str(requested.get("slurm_partition", ""))
     shown = ", ".join(f"{key} {requested[key]}" for key in ("slurm_partition", "gres", "runtime") if key in requested)
-    nodes = [partition for partition in partitions if partition.name in name.split(",")]
-    if not nodes:
+    reasons = {node: _why_not(requested, node) for node in partitions if node.name in name.split(",")}
+    fitting = sum(partition.nodes for partition, reason in reasons.items() if not reason)
+    if not reasons:
         known = ", ".join(sorted({partition.name for partition in partitions}))
         return Item(name=job, status="problem", found=f"no partition {name}", advice=f"the cluster has {known}")
-    reasons = {partition: _why_not(requested, partition) for partition in nodes}
-    fitting = sum(partition.nodes for partition, reason in reasons.items() if not reason)
     if fitting >= (whole_number(requested.get("nodes")) or 1):
         return Item(name=job, status="ok", found=shown)
-    offered = f"{fitting} nodes for the {requested['nodes']} of a job" if fitting else reasons[nodes[0]]
+    offered = f"{fitting} nodes for the {requested['nodes']} of a job" if fitting else next(iter(reasons.values()))
     return Item(name=job, status="problem", found=shown, advice=f"partition {name} has {offered}")
 
 
 def _why_not(requested: Mapping[str, Any], partition: SlurmPartition) -> str:
     """Return the limit of the nodes of a partition that a job exceeds; empty if there is none."""
     gres, _, count = str(requested.get("gres", "")).rpartition(":")
-    devices = partition.num_devices(gres)
-    if gres and devices < (whole_number(count) or 0):
-        return f"{devices} {gres} per node ({partition.gres or 'no gres'})"
-    # Snakemake also takes texts such as 2d and 64GB, which are not compared.
-    minutes, cpus, memory = (whole_number(requested.get(name)) or 0 for name in ("runtime", "cpus_per_task", "mem_mb"))
-    if partition.minutes is not None and minutes > partition.minutes:
-        return f"a time limit of {partition.minutes} minutes"
-    if cpus > partition.cpus:
-        return f"{partition.cpus} CPUs per node"
-    if memory > partition.memory_mb:
-        return f"{partition.memory_mb} MB per node"
-    return ""
-
-
-def _machine_checks(profile: Mapping[str, Any], study: Study) -> Iterator[Item]:
-    """Yield checks of the device of the study and of the number of devices that jobs lease."""
-    requested = study.config.device
-    try:
-        yield Item(name="device", status="ok", found=resolve_device(requested).label)
-    except DeviceError as error:
-        yield Item(name="device", status="problem", found=str(error))
-    for kind in (kind for kind in StudyPlan(study).rules_by_kind() if kind is not None):
-        problem = device_problem(kind)
-        found = resolve_device(kind).label if problem is None else problem.removeprefix("device: ")
-        yield Item(name=f"device of machines ({kind})", status="problem" if problem else "ok", found=found)
-    given = profile.get("set-resources", {})
-    leases = {rule: whole_number(resources.get("devices")) or 0 for rule, resources in given.items()}
-    if not any(leases.values()):
-        return
-    kind, ids = devices_of_machine(requested)
-    most = max(leases.values())
-    offered = int(profile.get("resources", {}).get("devices", len(ids)))
-    enough: Status = "ok" if most <= len(ids) and offered <= len(ids) else "problem"
-    advice = (
-        ""
-        if enough == "ok"
-        else f"one job reserves {most} and all jobs {offered}: set both in the site block of the profile"
+    limits = (
+        (count if gres else 0, partition.num_devices(gres), f"{{}} {gres} per node ({partition.gres or 'no gres'})"),
+        (requested.get("runtime"), partition.minutes, "a time limit of {} minutes"),
+        (requested.get("cpus_per_task"), partition.cpus, "{} CPUs per node"),
+        (requested.get("mem_mb"), partition.memory_mb, "{} MB per node"),
     )
+    # Snakemake also takes texts such as 2d and 64GB, which are not compared.
+    exceeded = (
+        text.format(limit) for asked, limit, text in limits if limit is not None and (whole_number(asked) or 0) > limit
+    )
+    return next(exceeded, "")
+
+
+def _machine_checks(profile: Mapping[str, Any], plan: StudyPlan) -> Iterator[Item]:
+    """Yield checks of the devices of the study and of the number of devices that jobs lease."""
+    requested = plan.study.config.device
+    for kind in plan.rules_by_kind():
+        wanted, name = (requested, "device") if kind is None else (kind, f"device of machines ({kind})")
+        problem = device_problem(wanted)
+        found = resolve_device(wanted).label if problem is None else ""
+        yield checked(name, problem if problem is None or kind is None else problem.removeprefix("device: "), found)
+    leased = [whole_number(given.get("devices")) or 0 for given in profile.get("set-resources", {}).values()]
+    most = max(leased, default=0)
+    if not most:
+        return
+    device, ids = devices_of_machine(requested)
+    offered, found = int(profile.get("resources", {}).get("devices", len(ids))), f"{len(ids)} devices of kind {device}"
+    advice = f"one job reserves {most} and all jobs {offered}: set both in the site block of the profile"
     if not ids:
-        advice = (
-            "no GPU or NPU in /dev, CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES; plain `snakemake` reserves none"
-        )
-    yield Item(name="leases", status=enough, found=f"{len(ids)} devices of kind {kind}", advice=advice)
+        variables = " or ".join(VISIBLE_DEVICES.values())
+        advice = f"no GPU or NPU in /dev, {variables}; plain `snakemake` reserves none"
+    yield checked("leases", found if max(most, offered) > len(ids) else None, found, advice)

@@ -9,15 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from aqnpipe.artifacts.parities import SEVERITY, ParityFile
-from aqnpipe.cli.parity.show import (
-    HEADINGS,
-    MEANINGS,
-    kind_rows,
-    log_probability_lines,
-    reasons,
-    scale_lines,
-    share_of,
-)
+from aqnpipe.cli.parity.show import HEADINGS, MEANINGS, kind_rows, log_probability_lines, reasons, scale_lines, share_of
 from aqnpipe.report.markup import render_svg, series_colour
 from aqnpipe.report.words import visible
 
