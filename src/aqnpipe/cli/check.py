@@ -101,7 +101,8 @@ def costs_of(plan: StudyPlan, assumptions: Assumptions) -> Costs:
     # Of a study that has added all seeds that it may add, in all arms.
     whole = None if rule is None else StudyPlan(plan.study.with_seeds(rule.max))
     try:
-        return Costs(estimate_study(plan, assumptions), whole and estimate_study(whole, assumptions), None)
+        at_most = None if whole is None else estimate_study(whole, assumptions)
+        return Costs(estimate_study(plan, assumptions), at_most, None)
     except ConfigError as error:
         return Costs(None, None, str(error))
 

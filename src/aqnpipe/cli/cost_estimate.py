@@ -173,6 +173,8 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     removes = plan.study.adaptive_seeds is None and plan.removal_files()
     removed = len(plan.checkpoint_steps) - 1 if removes else 0
     kept = len(plan.checkpoint_steps) - removed
+    length = assumptions.response_tokens
+    given = "" if length is None else f"of {length:g} tokens"
     return Estimate(
         phases=phases,
         device_hours=hours,
@@ -181,7 +183,7 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
         model_gigabytes=prepared / 1e9,
         run_gigabytes=(_RESUME_POINTS * points + removed * max(stored.values(), default=0.0)) / 1e9,
         rates=rates,
-        assumed=f"{prompt_source}, {_response_source(assumptions)}",
+        assumed=f"{prompt_source}, responses {'at their limit (--response-tokens)' if length is None else given}",
         not_counted=tuple(_not_counted(plan, points)),
     )
 
@@ -251,12 +253,6 @@ def mean_prompt_tokens(plan: StudyPlan, assumptions: Assumptions) -> tuple[float
 def _count_words(text: str) -> int:
     """Return the number of tokens of the tiny models: whole words, single digits and single punctuation marks."""
     return len(re.findall(r"[A-Za-z]+|\S", text))
-
-
-def _response_source(assumptions: Assumptions) -> str:
-    if assumptions.response_tokens is not None:
-        return f"responses of {assumptions.response_tokens:g} tokens"
-    return "responses at their limit (--response-tokens)"
 
 
 def _training(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Iterator[_Work]:

@@ -101,12 +101,14 @@ def memory_per_device(plan: StudyPlan, role: str, device_bytes: float, prompt_to
     gathered = shape.num_parameters * base * (1 - 1 / shares)
     validated = ceil(training.validation_questions / training.num_workers)
     cache = tokens * _cache_of_a_token(shape, computed)
+    # The largest weight on its way to an engine, in its format; shares are also gathered.
+    sent = shape.head_matmul_parameters * computed * (4 if shares > 1 else 2)
     return MemoryEstimate(
         role=role,
         trained=trained,
         reference=reference,
         passes=_passes(training, model, shape, tokens, base),
-        generating=_sent_weight(shape, computed, shares) if vllm else gathered + sequences * cache,
+        generating=sent if vllm else gathered + sequences * cache,
         validating=gathered + validated * cache,
         engine=config.generation.rollout_gpu_memory_utilization * device_bytes if vllm else 0.0,
         engine_needs=shape.num_parameters * computed + cache if vllm else 0.0,
@@ -125,11 +127,6 @@ def _weights(
     copies = _COPIES_OF_A_TRAINED_WEIGHT + (_BUCKETS if shares == 1 and training.num_workers > 1 else 0)
     share = num_parameters * stored / shares
     return share * copies, share if training.kl_coefficient else 0.0
-
-
-def _sent_weight(shape: ModelShape, computed: int, shares: int) -> float:
-    """Return the bytes of the largest weight on its way to an engine, in its format; shares are also gathered."""
-    return shape.head_matmul_parameters * computed * (4 if shares > 1 else 2)
 
 
 def _passes(training: TrainingConfig, model: ModelConfig, shape: ModelShape, tokens: float, base: int) -> float:

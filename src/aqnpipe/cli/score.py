@@ -1,7 +1,7 @@
 """`aqnpipe score`: apply every scorer to the stored responses of a JSON Lines file or of an evaluation."""
 
 import json as json_format
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -180,7 +180,11 @@ def score_transcripts(
             {"scorer": ours, "harness": theirs, "same": (table[f"correct_{ours}"] == table[f"correct_{theirs}"]).sum()}
             for ours, theirs in HARNESS_COUNTERPARTS.items()
         ],
-        "disagreements": [_disagreement(row, graders) for row in table.filter(differ).iter_rows(named=True)],
+        "disagreements": [
+            {name: row[name] for name in ("place", "question_id", "gold_answer")}
+            | {"found": {name: {kind: row[f"{kind}_{name}"] for kind in ("answer", "correct")} for name in graders}}
+            for row in table.filter(differ).iter_rows(named=True)
+        ],
     }
 
 
@@ -235,14 +239,6 @@ def _group_result(name: str, members: "pl.DataFrame", scorers: Sequence[str]) ->
             {"scorer": scorer, "correct": correct, "accuracy": correct / members.height, "parse_failures": failures}
             for scorer, correct, failures in found
         ],
-    }
-
-
-def _disagreement(row: Mapping[str, Any], scorers: Iterable[str]) -> dict[str, Any]:
-    return {name: row[name] for name in ("place", "question_id", "gold_answer")} | {
-        "found": {
-            scorer: {"answer": row[f"answer_{scorer}"], "correct": row[f"correct_{scorer}"]} for scorer in scorers
-        }
     }
 
 

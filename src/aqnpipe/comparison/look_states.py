@@ -34,21 +34,17 @@ def read_looks(results: str, number: int | None = None) -> list[LookFile]:
     """
     found: list[LookFile] = []
     while len(found) != number and (number is not None or look_file(results, len(found) + 1).is_file()):
-        path = look_file(results, len(found) + 1)
+        path, before = look_file(results, len(found) + 1), look_file(results, len(found))
         record = read_json(path, LookFile)
-        if found and not _follows(record, found[-1], look_file(results, len(found))):
+        if found and (record.previous_sha256, record.design) != (sha256_of_file(before), found[-1].design):
             if number is None:
                 break
             raise DataError(
-                f"{path}: does not follow from {look_file(results, len(found))} (another record or design); remove "
+                f"{path}: does not follow from {before} (another record or design); remove "
                 f"{path} and the records of later interim analyses, which are made again"
             )
         found.append(record)
     return found
-
-
-def _follows(record: LookFile, before: LookFile, path_before: Path) -> bool:
-    return record.previous_sha256 == sha256_of_file(path_before) and record.design == before.design
 
 
 def planned_looks(design: LookDesign) -> "Looks":

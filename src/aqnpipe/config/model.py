@@ -250,8 +250,7 @@ def num_layers_of(source: str) -> int | None:
     """Return the number of decoder layers of a built-in, local or well-known model; None for another hub id."""
     kind = source_kind(source)
     if kind == "hub":
-        found = KNOWN_CONFIGS.get(source)
-        return None if found is None else int(found["num_hidden_layers"])
+        return KNOWN_CONFIGS.get(source, {}).get("num_hidden_layers")
     return num_layers_in(builtin_folder(source) if kind == "builtin" else Path(source))
 
 

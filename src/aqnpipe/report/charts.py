@@ -226,11 +226,6 @@ def dash_scale(field: str, keys: Sequence[SeriesKey]) -> alt.StrokeDash:
     return alt.StrokeDash(f"{field}:N", legend=None).scale(scale)
 
 
-def in_percent(accuracy: pl.DataFrame) -> pl.DataFrame:
-    """Return the table with accuracy and its interval in percent."""
-    return accuracy.with_columns(pl.col("accuracy", "ci_low", "ci_high") * 100)
-
-
 _WIDE = 620
 _MARKS_IN_A_SMALL_PANEL = 12
 _LETTERS_IN_A_SMALL_PANEL = 36
@@ -241,7 +236,7 @@ def difference_panel(differences: pl.DataFrame, keys: Sequence[SeriesKey], words
 
     Columns as in `artifacts.comparisons.DifferenceTable`, without rows that have no difference.
     """
-    rows = in_points(_with_levels(switched(told(differences, "mark.difference", words), "plain"), words))
+    rows = in_percent(_with_levels(switched(told(differences, "mark.difference", words), "plain"), words))
     levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
     wide = _needs_width(len(rows), levels)
     base = _over_levels(rows, levels, keys, words, wide=wide)
@@ -260,7 +255,7 @@ def segment_panel(segments: Sequence[SegmentEffect], by: SegmentBy, words: Words
     fields, names = {"segment", "num_questions", "difference", "ci_low", "ci_high"}, [one.segment for one in segments]
     rows = told(pl.DataFrame([one.model_dump(include=fields) for one in segments]), "mark.segment", words, series="")
     rows = rows.with_columns(pl.col("segment").alias("arm"))
-    base = alt.Chart(in_points(rows), width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names))
+    base = alt.Chart(in_percent(rows), width=PANEL_WIDTH - 40, height=ROW_HEIGHT * len(names))
     chart = effects(base.encode(_arm_axis(names)), words("axis.difference"))
     heading = words(f"segment.{by}")
     return panel(heading, chart, words("alt.segments", by=heading))
@@ -292,16 +287,17 @@ def effects(
     )
 
 
-def in_points(differences: pl.DataFrame) -> pl.DataFrame:
-    """Return the table with differences and their intervals in percentage points."""
-    return differences.with_columns(pl.col("difference", "ci_low", "ci_high") * 100)
+def in_percent(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the table with accuracies or differences and their intervals in percent or percentage points."""
+    names = [name for name in ("accuracy", "difference", "ci_low", "ci_high") if name in rows.columns]
+    return rows.with_columns(pl.col(*names) * 100)
 
 
 def look_panel(looks: Sequence[ClaimAtLook], claim: str, words: Words) -> Panel:
     """Return the difference of one claim with its repeated interval at every look, over the seeds."""
     rows = pl.DataFrame([look.model_dump(include={"seeds", "difference", "ci_low", "ci_high"}) for look in looks])
     x = alt.X("seeds:Q").title(words("column.seeds_at_look")).scale(zero=False, padding=20)
-    base = base_chart(in_points(told(rows, "mark.look", words, series="")))
+    base = base_chart(in_percent(told(rows, "mark.look", words, series="")))
     base = base.encode(x.axis(grid=False, format="d", values=rows["seeds"].to_list()))
     chart = effects(base, words("axis.difference"), upright=True)
     return panel(claim, chart, words("alt.looks", claim=claim))

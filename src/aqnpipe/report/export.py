@@ -71,7 +71,7 @@ def claims_panel(overview: ClaimsOverview, comparisons: pl.DataFrame, words: Wor
     names = [row["claim"] for row in drawn]
     lines = [name.split("\n") for name in names]
     row_height = _LINE_HEIGHT * (1 + max(map(len, lines)))
-    base = alt.Chart(charts.in_points(pl.DataFrame(drawn)), width=_WIDTH, height=row_height * len(drawn))
+    base = alt.Chart(charts.in_percent(pl.DataFrame(drawn)), width=_WIDTH, height=row_height * len(drawn))
     split = "split(datum.label, '\\n')"
     all_lines = [line for claim in lines for line in claim]
     y = charts.row_axis("claim", names, all_lines, _FONT_SIZE, labelLineHeight=_LINE_HEIGHT, labelExpr=split)

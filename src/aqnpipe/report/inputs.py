@@ -161,11 +161,12 @@ def read_study(plan: StudyPlan, root: Path = Path(), compared: Path | None = Non
         metrics, receipt, record = (folder / name for name in ("metrics.parquet", "receipt.json", "run.json"))
         if not are_there(metrics, receipt, record):
             return None
-        identity = {"model": model, "arm": arm, "seed": seed}
         return Run(
             path=record,
-            **identity,
-            record=_own_record(record, identity, metrics, receipt),
+            model=model,
+            arm=arm,
+            seed=seed,
+            record=_own_record(record, {"model": model, "arm": arm, "seed": seed}, metrics, receipt),
             # Validated below, those of all runs together.
             metrics=read_unchecked_table(metrics),
             receipt=read_json(receipt, Receipt),

@@ -48,7 +48,8 @@ def receipt_parts(data: ReportData, words: Words, run_link: RunLink) -> Iterator
     for run in refused[:MAX_RUNS]:
         yield _problems(words("receipts.refused_run", name=_name(run, words)), run.receipt.problems(), words)
     yield from _left_out(refused, words)
-    if found := evaluation_problems(data.evaluations, words):
+    of_evaluations = ((_checkpoint(one, words), one.receipts.problems()) for one in data.evaluations)
+    if found := [f"{checkpoint}: {problem}" for checkpoint, problems in of_evaluations for problem in problems]:
         yield _problems(words("receipts.refused_evaluations"), found, words)
     of_runs = [part for run in data.runs[:MAX_RUNS] for part in _run_parts(run, words)]
     yield Part("folded", (*of_runs, *_left_out(data.runs, words)), words("receipts.every_run"))
@@ -104,15 +105,6 @@ def _lost_text(cells_of: Sequence[tuple[str, Sequence[Row]]], words: Words) -> s
         if cells
     ]
     return words("receipts.lost", shares=", ".join(shares)) if shares else ""
-
-
-def evaluation_problems(evaluations: Sequence[Evaluated], words: Words) -> list[str]:
-    """Return every problem of every evaluation receipt, with the checkpoint."""
-    return [
-        f"{_checkpoint(evaluated, words)}: {problem}"
-        for evaluated in evaluations
-        for problem in evaluated.receipts.problems()
-    ]
 
 
 def _checkpoint(evaluated: Evaluated, words: Words) -> str:

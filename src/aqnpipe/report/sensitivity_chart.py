@@ -45,7 +45,9 @@ def sensitivity_chart(file: SensitivityFile) -> alt.TopLevelMixin:
     rows = [(one, measured, one.loss_increase, one.loss_standard_error) for one in file.layers]
     rows += [(one, estimate, one.estimate, None) for one in file.layers]
     losses = pl.DataFrame([_row(*row) for row in rows])
-    scale = alt.Scale(type="symlog", constant=_linear_range(losses))
+    # Where the axis turns logarithmic: at a twentieth of the mean size of the values.
+    linear = max(float(losses["value"].abs().to_numpy().mean()) / 20, 1e-9)
+    scale = alt.Scale(type="symlog", constant=linear)
     panels = [_panel(losses, loss, scale, file)]
     if file.accuracy is not None:
         changes = [(one, measured, one.accuracy_change, one.accuracy_standard_error) for one in file.layers]
@@ -85,8 +87,3 @@ def _row(
 
 def _part(layer: LayerSensitivity) -> str:
     return "head" if layer.layer is None else str(layer.layer)
-
-
-def _linear_range(losses: pl.DataFrame) -> float:
-    """Return where the axis turns logarithmic: at a twentieth of the mean size of the values."""
-    return max(float(losses["value"].abs().to_numpy().mean()) / 20, 1e-9)

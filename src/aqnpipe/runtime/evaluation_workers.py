@@ -283,7 +283,8 @@ def evaluate_run(
             for checkpoint, outputs in zip(checkpoints, staged, strict=True):
                 spec, folder = checkpoint.spec, checkpoint.folder
                 if is_evaluated(spec, folder, outputs, test_problems, train_problems):
-                    say(f"{_label(spec)}: evaluated in an earlier attempt")
+                    run = f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
+                    say(f"{run}: evaluated in an earlier attempt")
                 else:
                     evaluate(spec, folder, test_problems, outputs, say, train_problems, open_runner)
         for checkpoint, outputs in zip(checkpoints, staged, strict=True):
@@ -302,7 +303,3 @@ def _move(staged: StageFiles, outputs: StageFiles) -> None:
         target: Path = getattr(outputs, field.name)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(getattr(staged, field.name), target)
-
-
-def _label(spec: EvaluationSpec) -> str:
-    return f"{spec.model_role}/{spec.arm_id} seed {spec.seed} step {spec.step}"
