@@ -301,18 +301,17 @@ class Flow:
         with on_host():
             host = tensor.detach().cpu()
             tokens = torch.arange(self.observation.seen, self.observation.seen + host.shape[1])
-            real = (tokens >= self.observation.padding.unsqueeze(1)).unsqueeze(-1)
-            finite = (host.isfinite() | ~real).flatten(1).all(1)
-            broken = self.clean & ~finite
-            small = (host.abs() < _LARGEST_SQUARE) | ~real  # not so where NaN
-            self.clean = self.clean & small.flatten(1).all(1)
+            real = tokens >= self.observation.padding.unsqueeze(1)
+            largest = torch.maximum(host.amax(-1), -host.amin(-1))  # NaN where a number of the token is
+            broken = self.clean & ~(largest.isfinite() | ~real).all(1)
+            self.clean = self.clean & ((largest < _LARGEST_SQUARE) | ~real).all(1)
             if not broken.any():
                 return
             if host.dtype == torch.float16 and layer != OUTSIDE_LAYERS:
                 self.untested["layers behind the first number that is not finite"] = "float16 may overflow there"
                 return
             own = host[broken]
-            wanted = torch.where(own.isfinite() | ~real[broken], own, 0)
+            wanted = torch.where(own.isfinite() | ~real[broken].unsqueeze(-1), own, 0)
             self.observation.checks.append(compare(FINITE, layer, site, wanted, own))
 
 
