@@ -53,7 +53,7 @@ def test_a_machine_measured_elsewhere_needs_its_file(tmp_path):
     with pytest.raises(ConfigError, match=r"machines\.measured\.measured_in: no file .*/base\.json, expected one that"):
         open_study(study, {"machines": {"measured": machine}})
     (tmp_path / "base.json").write_text("{}")
-    assert open_study(study, {"machines": {"measured": machine}}).parities() == []
+    assert open_study(study, {"machines": {"measured": machine}}).measured_by_kind() == {None: ()}
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])

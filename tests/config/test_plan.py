@@ -77,7 +77,7 @@ def test_a_machine_measured_elsewhere_needs_no_job_and_no_counterpart(monkeypatc
     monkeypatch.chdir(ROOT)
     machine = {"counterpart": None, "measured_in": f"{tmp_path}/{{model}}.json"}
     plan = StudyPlan(load_study_files([Path("config/measured.yaml")], {"machines": {"measured": machine}}))
-    assert plan.parities() == []
+    assert not any(plan.measured_by_kind().values())
     assert plan.all_parities() == [("base", "measured", f"{tmp_path}/base.json")]
     assert plan.training_parity_input("base", "E_measured_1x") == [f"{tmp_path}/base.json"]
     assert plan.sigmas_parity_input("base", "measured", "damage_first") == [f"{tmp_path}/base.json"]

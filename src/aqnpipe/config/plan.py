@@ -220,11 +220,6 @@ class StudyPlan:
         """Return the file of the layer sigmas that a strategy derives from the diagnosis of a machine."""
         return f"{self.results}/srdd/{model}/{machine}/{sigmas_name(strategy)}"
 
-    def parities(self) -> list[tuple[str, str]]:
-        """Return (model, machine) of every parity that is measured: of machines with a counterpart."""
-        machines = [machine for group in self.measured_by_kind().values() for machine in group]
-        return [(model, machine) for model in self._parity_models() for machine in machines]
-
     def diagnosed_by_kind(self) -> dict[DeviceKind | None, tuple[str, ...]]:
         """Return the diagnosed machines by kind of device; None: that of the study, or none needed (`diagnosed_in`)."""
         config = self.study.config
