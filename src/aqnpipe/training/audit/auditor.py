@@ -156,11 +156,14 @@ class TrainingAudit(TrainerCallback):
         """Compare the trainer's settings, and observe its optimiser."""
         optimizer = kwargs["optimizer"]
         self._updates.attach(getattr(optimizer, "optimizer", optimizer))
+        counted = dict(self.ledger.recomputed)
         check_trainer(self._trainer, self._spec, self.ledger)
         check_adapters(self._model, self._spec, self.ledger)
         check_trainable(self._model, self._spec, self.ledger)
         check_dropout(self._model, self._spec, self._model_folder, self.ledger)
         self._refuse(self.ledger.problems)
+        # A run that is resumed begins more than once, and has the same record.
+        self.ledger.recomputed = counted
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the step that ended with the study; the run is refused when the step is logged."""
