@@ -227,9 +227,7 @@ def test_noise_on_the_gradient_of_one_factor_only_is_refused(model, monkeypatch,
 def test_noise_where_none_was_requested_is_refused(model, monkeypatch):
     """In another layer, and in the backward pass."""
     replace(monkeypatch, machine.Request, "error_at", lambda original, self, part: FIVE_PERCENT)
-    with pytest.raises(
-        ReceiptError, match=r" layer 1: noised with relative_gaussian 0\.05, which was not"
-    ):
+    with pytest.raises(ReceiptError, match=r" layer 1: noised with relative_gaussian 0\.05, which was not"):
         generate(model, NOISE.model_copy(update={"layers": (0, 2)})).check()
     forward_only = NOISE.model_copy(update={"phases": ("actor_forward",)})
     monkeypatch.undo()
@@ -238,9 +236,7 @@ def test_noise_where_none_was_requested_is_refused(model, monkeypatch):
         "aqnpipe.noise.injection.phase.Machine",
         lambda request, *others: Machine(request._replace(backward=True), *others),
     )
-    with pytest.raises(
-        ReceiptError, match=r"backward \w+ layer 0: noised with relative_gaussian 0\.05"
-    ):
+    with pytest.raises(ReceiptError, match=r"backward \w+ layer 0: noised with relative_gaussian 0\.05"):
         step(model, forward_only).check()
 
 
