@@ -349,7 +349,7 @@ def _counterpart(name: str, arms: Mapping[str, Arm]) -> str:
         wanted.append((arm.aqn.model_copy(update={**everywhere, "target_layers": None}), noise))
     if arm.aqn is not None:
         wanted.append((None, noise))
-    if _uses_noise(arm):
+    if arm.aqn is not None or noise != _noise(Arm(description="")):
         wanted.append((None, _noise(Arm(description=""))))
     # Arms on other machines are no candidates, because their evaluations differ in more than the training.
     others = {
@@ -364,10 +364,6 @@ def _noise(arm: Arm) -> dict[str, object]:
     return arm.model_dump(
         exclude={"description", "description_zh", "model", "aqn", "machine", "aa_control_of", "seed_offset"}
     )
-
-
-def _uses_noise(arm: Arm) -> bool:
-    return arm.aqn is not None or _noise(arm) != _noise(Arm(description=""))
 
 
 _CLAIMS: dict[tuple[str, Direction | None], tuple[str, str]] = {

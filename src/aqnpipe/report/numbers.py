@@ -62,17 +62,13 @@ def level(fraction: float) -> str:
     return f"{100 * fraction:.3g}{NBSP}%"
 
 
-def _percent_with_sign(fraction: float) -> str:
-    return _true_minus(f"{percent(fraction)}{NBSP}%")
-
-
 def _p_with_relation(value: float) -> str:
     text = p_value(value)
     return f"p{NBSP}{text}" if text.startswith("<") else f"p{NBSP}={NBSP}{text}"
 
 
 FORMATS: Mapping[str, Callable[[float], str]] = {
-    "percent": _percent_with_sign,
+    "percent": lambda fraction: _true_minus(f"{percent(fraction)}{NBSP}%"),
     "level": level,
     "points": percent,
     "points_2": lambda value: percent(value, 2),

@@ -122,7 +122,7 @@ def estimate_difference(
     method: Method = "two_way" if num_seeds > 1 else "questions"
     if spread is None:
         method, counts = "no_variance", _constant_counts(differences)
-    elif num_seeds == 1 and all(_are_yes_or_no(side) for side in (treatment, control)):
+    elif num_seeds == 1 and all(((side == 0) | (side == 1)).all() for side in (treatment, control)):
         method, counts = "mcnemar", paired_counts(treatment[0] > 0.5, control[0] > 0.5)
     return Estimate(
         method=method,
@@ -134,10 +134,6 @@ def estimate_difference(
         analysis=(*_analysis(method, spread, seed_variance), *([] if clusters is None else ["clusters"])),
         num_units=num_units,
     )
-
-
-def _are_yes_or_no(scores: FloatArray) -> bool:
-    return bool(((scores == 0.0) | (scores == 1.0)).all())
 
 
 def _analysis(method: Method, spread: Spread | None, seeds: SeedVariance | None) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from aqnpipe.artifacts.diagnoses import SigmaFile
 from aqnpipe.artifacts.files import read_yaml
 from aqnpipe.config.noise import TRAINING_PHASES, NoiseSpec, Phase
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, num_rms_norms
 from aqnpipe.noise.aqn import target_factors
@@ -61,7 +60,7 @@ def build_noise_plan(
     noise = noise_of(spec)
     recorder = ReceiptRecorder(
         noise,
-        expected_phases=_expected_phases(spec.training),
+        expected_phases=tuple(p for p in TRAINING_PHASES if p != "reference" or spec.training.kl_coefficient > 0),
         num_layers=len(decoder_layers(model)),
         num_norms=num_rms_norms(model),
         num_steps=spec.num_steps,
@@ -104,10 +103,6 @@ def _layer_factors(spec: TrainingSpec, sigmas_file: Path | None, weights_sha256:
             f"that of {spec.model_role})"
         )
     return {layer: sigma / sigmas.aqn.base_sigma for layer, sigma in sigmas.aqn.layer_sigmas.items()}
-
-
-def _expected_phases(training: TrainingConfig) -> tuple[Phase, ...]:
-    return tuple(phase for phase in TRAINING_PHASES if phase != "reference" or training.kl_coefficient > 0)
 
 
 def required_passes(spec: TrainingSpec) -> tuple[Row, ...]:

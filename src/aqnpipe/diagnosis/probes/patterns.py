@@ -10,7 +10,6 @@ one probe, therefore have random mantissas of all bits.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -162,10 +161,6 @@ class Product:
             return compare(probe, layer, site, answer, observed)
         free = with_cuts(self.allowed[rows], x, answer, observed) if observed.dtype != torch.float32 else None
         return compare(probe, layer, site, answer, observed, allowed=free)
-
-
-Pattern = Callable[[int, int, int, torch.dtype, torch.Generator], Product]
-"""Makes operands from the numbers of rows, outputs and inputs, the number format, and random numbers."""
 
 
 def selecting_product(

@@ -85,7 +85,8 @@ def first_order_estimates(model: nn.Module, texts: Sequence[ScoredText], scale: 
     """
     parts: list[nn.Module] = [*decoder_layers(model), output_projection(model)]
     squares = torch.zeros(len(parts), dtype=torch.float64)
-    batches = text_batches(texts, _vocabulary_size(model), next(model.parameters()).device)
+    vocabulary_size = len(model.get_input_embeddings().weight)  # type: ignore[operator]
+    batches = text_batches(texts, vocabulary_size, next(model.parameters()).device)
     with _differentiable(model):
         watch = _ProductWatch(layer_noise(model, 0, scale), squares)
         for batch in batches:
@@ -109,10 +110,6 @@ def with_sensitivity(
     return table.with_columns(pl.Series("sensitivity", layers))
 
 
-def _vocabulary_size(model: nn.Module) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-
-
 @contextmanager
 def _differentiable(model: nn.Module) -> Iterator[None]:
     """Freeze the weights and make the embedded tokens the leaves of the graph; restore everything on exit."""
@@ -123,13 +120,10 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
         stack.callback(lambda: [weight.requires_grad_(True) for weight in trainable])
         model.eval()
         model.requires_grad_(False)
-        stack.callback(embeddings.register_forward_hook(_as_leaf).remove)
+        as_leaf = embeddings.register_forward_hook(lambda m, args, output: output.detach().requires_grad_())
+        stack.callback(as_leaf.remove)
         stack.enter_context(torch.enable_grad())
         yield
-
-
-def _as_leaf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output.detach().requires_grad_()
 
 
 @contextmanager

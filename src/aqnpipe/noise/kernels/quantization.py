@@ -181,10 +181,6 @@ def _to_fp8(blocks: Tensor, dim: tuple[int, ...]) -> Tensor:
     return elements.to(torch.float8_e4m3fn).float().mul_(scale)
 
 
-def _to_cached_fp8(blocks: Tensor) -> Tensor:
-    return blocks.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-
-
 def _to_cached_int8(blocks: Tensor) -> Tensor:
     """Round the channels of each token and head as vLLM's kernel for int8_per_token_head."""
     scale = _divided(blocks.abs().amax(-1, keepdim=True), INT8_MAX).clamp_min(_MIN_INT8_SCALE)
@@ -193,7 +189,10 @@ def _to_cached_int8(blocks: Tensor) -> Tensor:
     return stored.float().mul_(scale)
 
 
-_CACHED: dict[CacheFormat, Callable[[Tensor], Tensor]] = {"fp8": _to_cached_fp8, "int8": _to_cached_int8}
+_CACHED: dict[CacheFormat, Callable[[Tensor], Tensor]] = {
+    "fp8": lambda x: x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float(),
+    "int8": _to_cached_int8,
+}
 
 
 def _power_of_two_below(magnitudes: Tensor) -> Tensor:
