@@ -469,10 +469,6 @@ def _scorer(scope: Scope, scorer: str) -> str | None:
     return expected_scorer(scorer, scope.study.dataset.answer_format)
 
 
-def _none_of_task(scope: Scope, value: object) -> str | None:
-    return "none: the task says how responses are sampled" if scope.is_of_task else None
-
-
 def _backend_of_task(scope: Scope, backend: str) -> str | None:
     is_wrong = scope.is_of_task and backend == "vllm"
     return "transformers or auto for dataset.source lm_eval" if is_wrong else None
@@ -496,7 +492,7 @@ RULES: tuple[tuple[str, Check], ...] = (
     ("evaluation.primary_scorer", _scorer),
     ("dataset.answer_format", _answers_with_reward),
     *((f"prompt.{key}", _usual_of_task(key)) for key in ("layout", "instruction", "num_examples", "example_seed")),
-    ("evaluation.sampling", _none_of_task),
+    ("evaluation.sampling", lambda s, *_: "none: the task says how responses are sampled" if s.is_of_task else None),
     ("generation.backend", _backend_of_task),
     ("statistics.unit", _unit),
     ("evaluation.pretrained_machine", _runs_here),

@@ -72,7 +72,7 @@ class TransformersBackend:
                 responses = decode(
                     self._model,
                     prompts,
-                    draws or (lambda logits, rows: logits.argmax(dim=-1)),
+                    _most_probable if draws is None else draws,
                     is_finished=is_finished,
                     padding_token=self._padding_token,
                     limit=sampling.max_response_tokens,
@@ -101,6 +101,10 @@ class TransformersBackend:
             return lambda response: response[-1] == end_token
         stop = StopText(self._tokenizer, stop_text)
         return lambda response: response[-1] == end_token or stop.is_complete(response)
+
+
+def _most_probable(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    return logits.argmax(dim=-1)
 
 
 class _Draws:
