@@ -97,7 +97,8 @@ def _compared(model: nn.Module, folder: Path) -> tuple[dict[str, int], str]:
         for name, mine, stored in weights_and_files(model, folder):
             compared[name] = stored.numel()
             # Each worker compares its own share of a sharded model.
-            memory, file = own_share(model, name, mine).cpu(), own_share(model, name, stored)
-            if memory.shape != file.shape or not torch.equal(memory, file.to(memory.dtype)):
+            memory, file = own_share(model, name, mine).cpu(), own_share(model, name, stored).to(mine.dtype)
+            # Weights that are NaN in both end the run at their loss.
+            if memory.shape != file.shape or not torch.isclose(memory, file, rtol=0, atol=0, equal_nan=True).all():
                 wrong = wrong or name
     return compared, wrong
