@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
 
     # The same examples in every run; a number of examples, for longer trials, asks for others.
-    settings.register_profile("fixed", derandomize="AQNPIPE_FUZZ_EXAMPLES" not in os.environ)
+    # No deadline: how long an example takes says more about the other work of the machine.
+    settings.register_profile("fixed", derandomize="AQNPIPE_FUZZ_EXAMPLES" not in os.environ, deadline=None)
     settings.load_profile("fixed")
     os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
     gc.disable()  # until `pytest_collection_finish`: collecting creates no garbage worth searching for
