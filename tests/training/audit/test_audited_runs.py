@@ -369,6 +369,20 @@ SABOTAGES = {
         BY_TOKENS,
         r"a forward of \d+ tokens, the study asks for at most 60",
     ),
+    "setting behind the last audited step": (
+        around(
+            NoisyGRPOTrainer,
+            "training_step",
+            lambda o: (
+                lambda self, *args, **kwargs: (
+                    setattr(self.args, "adam_beta1", 0.5 if self.state.global_step == 7 else 0.9),
+                    o(self, *args, **kwargs),
+                )[1]
+            ),
+        ),
+        {"num_steps": 8, "epochs": 2},
+        "adam_beta1 is 0.5, the study asks for 0.9",
+    ),
     "tokens cut off": (
         around(
             trainer,

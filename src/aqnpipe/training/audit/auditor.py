@@ -236,6 +236,9 @@ class TrainingAudit(TrainerCallback):
 
     def facts_of_all(self) -> TrainingFacts:
         """Return the checked facts of the run; a collective operation. Raises ReceiptError on any difference."""
+        # Settings may have changed behind the last audited step.
+        check_trainer(self._trainer, self._spec, self.ledger)
+        check_adapters(self._model, self._spec, self.ledger)
         self._check_accuracies()
         facts = merged_facts(gathered(self.facts()))
         self._refuse(facts.problems or fact_problems(facts, self._spec))
