@@ -7,6 +7,7 @@ share cannot widen it. There are two classes:
 - bounded: a forward error bound of each element, for sums whose order is the device's choice (see error_bounds.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -75,15 +76,16 @@ def compare(
     observed: Tensor,
     calls: int = 1,
     *,
-    allowed: Tensor | float | None = None,
+    allowed: Tensor | float | Callable[[], Tensor | None] | None = None,
 ) -> Check:
     """Compare tensors [..., channels] from `calls` calls value by value; -0 equals 0.
 
     Rows in which both have NaN at one place say nothing of either and are not counted as compared; where the first NaN
     comes from is for probes of finite numbers to find.
 
-    `allowed`: allowed absolute deviation, broadcast to `expected`, which then may be more precise than `observed`.
-    Without it, every bit must agree. NaN and infinity are never close to a finite number.
+    `allowed`: allowed absolute deviation, broadcast to `expected`, which then may be more precise than `observed`; a
+    function is called only if they differ. Without it, every bit must agree. NaN and infinity are never close to a
+    finite number.
 
     Raises ModelError if a module computes something else than its name says, so that the shapes differ.
     """
@@ -102,6 +104,8 @@ def compare(
         if not torch.equal(rounded, observed):
             compared -= int((rounded.isnan() & observed.isnan()).any(-1).sum())
             changed = differs(rounded, observed).cpu()
+            if callable(allowed):
+                allowed = allowed()
             if allowed is not None:
                 bound = torch.as_tensor(allowed, dtype=torch.float64).cpu().expand(expected.shape)
                 bound = bound.reshape(-1, num_channels)

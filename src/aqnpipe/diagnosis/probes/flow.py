@@ -42,7 +42,7 @@ _ENDS = {
 """Linears whose output is that of the attention or the MLP that they belong to."""
 _SHARED = ("shared_expert", "shared_experts")
 _GATE_OF_SHARED = "shared_expert_gate"
-_ROWS_AT_ONCE = 512
+_ROWS_AT_ONCE = 64
 """Rows of logits that are compared at once, which are large."""
 _LARGEST_SQUARE = 2.0**48
 """Healthy devices may overflow on the squares of larger numbers."""

@@ -225,7 +225,7 @@ def copied(probe: str, layer: int, site: str, module: nn.Linear, fed: Tensor, ou
         expected = chosen.product(rows)
         bits, allowed = operand_bits(rows.dtype), torch.finfo(rows.dtype).tiny
         share = 0.0 if bits >= mantissa_bits(rows.dtype) else 2.0 ** (1 - bits)
-        return compare(probe, layer, site, expected, observed, allowed=expected.abs() * share + allowed)
+        return compare(probe, layer, site, expected, observed, allowed=lambda: expected.abs() * share + allowed)
 
 
 def probe_shapes(
@@ -249,21 +249,21 @@ def probe_gradients(
     for pattern in (integer_product, *wide):
         of_input = pattern(_NUM_TOKENS, inputs, outputs, dtype, generator)
         of_weight = pattern(outputs, inputs, _NUM_TOKENS, dtype, generator)
-        seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), _weight_of(of_input), of_input.x)
-        _, other = _gradients(module, _weight_of(of_weight), torch.zeros(outputs, inputs), of_weight.x.T)
+        seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), _weight_of(of_input, dtype), of_input.x)
+        _, other = _gradients(module, _weight_of(of_weight, dtype), torch.zeros(outputs, inputs), of_weight.x.T)
         checks += _of_gradients(layer, name, (of_input, seen), (of_weight, other))
     for tokens in (*SMALL_OF_GRADIENTS, LARGE_OF_GRADIENTS) if large else SMALL_OF_GRADIENTS:
         of_input = selecting_product(tokens, inputs, outputs, dtype, generator)
         of_weight = replace(selecting_product(outputs, inputs, tokens, dtype, generator), x=of_input.x.T)
-        seen, other = _gradients(module, _weight_of(of_weight), _weight_of(of_input), of_input.x)
+        seen, other = _gradients(module, _weight_of(of_weight, dtype), _weight_of(of_input, dtype), of_input.x)
         checks += _of_gradients(layer, name, (of_input, seen), (of_weight, other))
     return checks
 
 
-def _weight_of(product: Product) -> Tensor:
+def _weight_of(product: Product, dtype: torch.dtype) -> Tensor:
     """Return the transposed weight of a product, which stands in the backward pass for another operand."""
     shape = (product.weight.num_outputs, product.x.shape[-1])
-    return product.weight.weight(torch.zeros(shape, dtype=torch.float64)).T
+    return product.weight.weight(torch.zeros(shape, dtype=dtype)).T
 
 
 def _of_gradients(

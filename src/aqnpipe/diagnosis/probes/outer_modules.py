@@ -145,8 +145,9 @@ def _embedding_gradient(module: nn.Module, ids: Tensor, given: Tensor) -> Check 
         torch.zeros(len(rows), given.shape[1], dtype=torch.float64).index_add_(0, places, own)
         for own in (terms, terms.abs())
     )
-    observed, rest = seen[rows.to(seen.device)], seen.index_fill(0, rows.to(seen.device), 0)
-    stray = rest[rest.any(1)]
+    observed, others = seen[rows.to(seen.device)], seen.any(1)
+    others[rows.to(seen.device)] = False
+    stray = seen[others]
     # Multiples of a scale are no integers: devices may round their sum to the dtype after every term.
     roundings = (counts - 1).unsqueeze(1) if hasattr(module, "embed_scale") else 0.0
     allowed = TWO_ROUNDINGS * torch.finfo(weight.dtype).eps / 2 * magnitudes * roundings

@@ -99,7 +99,7 @@ class Selection:
 
     def product(self, x: Tensor) -> Tensor:
         """Return what a linear with this weight has to output for `x` [..., in]."""
-        return x[..., self.chosen.to(x.device)] * self.factors.to(x)
+        return x[..., self.chosen.to(x.device)].mul_(self.factors.to(x))
 
 
 def selection(out_features: int, in_features: int, *, skip: int = 0) -> Selection:
@@ -157,10 +157,10 @@ class Product:
         """Compare the observed product of some rows; sums in float32 are exact in any order."""
         x = self.x[rows]
         answer = self.weight.product(x)
-        if self.allowed is None:
+        if self.allowed is None or observed.dtype == torch.float32:
             return compare(probe, layer, site, answer, observed)
-        free = with_cuts(self.allowed[rows], x, answer, observed) if observed.dtype != torch.float32 else None
-        return compare(probe, layer, site, answer, observed, allowed=free)
+        bound = self.allowed[rows]
+        return compare(probe, layer, site, answer, observed, allowed=lambda: with_cuts(bound, x, answer, observed))
 
 
 def selecting_product(
