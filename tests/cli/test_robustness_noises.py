@@ -79,6 +79,7 @@ def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--noise", "w4a16_nvfp"], "--noise: found 'w4a16_nvfp', expected a known name (did you mean w4a16_nvfp4?)"),
+        (["--noise", "fp8", "--noise", "fp8"], "--noise fp8: given twice, expected once"),
         (["--noises", "gone.yaml"], "gone.yaml: no such file"),
         (["--noises", "empty.yaml"], "empty.yaml: (top level): found null, expected a mapping"),
         (["--noises", "twice.yaml", "--noise", "w4a16_nvfp4"], "w4a16_nvfp4 is also given as --noise"),

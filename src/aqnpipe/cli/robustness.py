@@ -183,6 +183,8 @@ def _noises(presets: Sequence[str], path: Path | None, *, trust_code: bool) -> d
     for name in presets:
         if expected := one_of(name, PRESETS):
             raise ConfigError(f"--noise: found {name!r}, expected {expected}")
+        if presets.count(name) > 1:
+            raise ConfigError(f"--noise {name}: given twice, expected once")
     named: dict[str, Any] = {name: name for name in PRESETS if name in presets}
     if path is None:
         return named
