@@ -111,11 +111,15 @@ def _nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def one_of(name: str, known: Collection[str]) -> str | None:
-    """Return what is expected in place of a name, the most similar known one or all; None if it is a known one."""
+    """Return what is expected in place of a name: the known ones with it in them, the most similar one, or all.
+
+    None if it is a known one.
+    """
     if name in known:
         return None
-    near = did_you_mean(name, known)
-    return f"a known name{near}" if near else f"one of {', '.join(known)}"
+    longer = [each for each in known if name in each]
+    near = did_you_mean(name, known) if len(longer) < 2 else ""
+    return f"a known name{near}" if near else f"one of {', '.join(longer or known)}"
 
 
 def _texts(problems: Sequence[_Problem]) -> Iterator[str]:
