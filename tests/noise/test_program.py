@@ -4,6 +4,7 @@ The command runs in this process, the program in one of its own.
 """
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -61,6 +62,62 @@ def test_the_programs_exit_code_is_passed_on(execute):
     assert code == 7
     assert "7 of 16 products" in lines[-1]
     assert lines[-1].endswith("without 9 gradients")
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_wrong_values_are_said_whatever_the_exit_code_of_the_program(command_line, code):
+    program = (
+        "import sys, torch; F = torch.nn.functional; old = F.linear; F.linear = lambda *a: old(*a) * 1.02;"
+        f"m = torch.nn.Linear(8, 8); [m(torch.randn(64, 8)) for _ in range(3)]; sys.exit({code})"
+    )
+    done = command_line("exec", "--noise", "0.05", "--no-backward", "--", sys.executable, "-c", program)
+    assert done.returncode == (code or 2)
+    assert "is not the result of its product, so other code computes in its place" in done.stderr.splitlines()[-1]
+
+
+def test_options_behind_the_first_word_are_those_of_the_program(command_line):
+    program = "import sys, torch; print(sys.argv[1:]); torch.randn(8, 8) @ torch.randn(8, 8)"
+    done = command_line("exec", "--noise", "0.05", "--no-backward", sys.executable, "-c", program, "--noise", "7")
+    assert (done.returncode, done.stdout) == (0, "['--noise', '7']\n")
+    assert "scale 0.05" in done.stderr
+
+
+def test_products_of_complex_numbers_are_refused_anywhere_and_those_of_integers_in_layers(command_line):
+    program = "import torch; a = torch.randn(8, 8); a @ a; b = torch.ones(8, 8, dtype=torch.{}); b @ b"
+    codes, lines = [], []
+    for dtype in ("int64", "complex64"):
+        done = command_line(
+            "exec", "--noise", "0.05", "--no-backward", "--", sys.executable, "-c", program.format(dtype)
+        )
+        codes.append(done.returncode)
+        lines.append(done.stderr.splitlines()[-1])
+    assert codes == [0, 2]
+    assert lines[0].endswith("without 1 outside, of integers")
+    assert "1 calls of mm multiplied integers or complex numbers" in lines[1]
+
+
+def test_a_request_to_end_reaches_the_program_and_what_it_measured_is_said():
+    main = "from aqnpipe.cli.main import main; main()"
+    program = "import os, torch; print(os.getpid(), flush=True)\nwhile True: torch.randn(8, 8) @ torch.randn(8, 8)"
+    arguments = ["exec", "--noise", "0.05", "--no-backward", "--", sys.executable, "-c", program]
+    with subprocess.Popen(
+        [sys.executable, "-c", main, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout is not None
+        number = int(started.stdout.readline())
+        started.terminate()
+        _, said = started.communicate()
+    assert started.returncode == 143
+    assert said.splitlines()[-1].startswith("aqnpipe: ")
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+
+
+def test_a_machine_within_a_machine_is_refused_in_one_line(command_line, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "{}")
+    done = command_line("exec", "--noise", "0.05", "--", sys.executable, "-c", "")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert f"{VARIABLE} is in the environment: this is a noisy machine already" in done.stderr
 
 
 def test_only_some_operators(execute):

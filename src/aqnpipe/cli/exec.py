@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -52,8 +53,11 @@ def execute(
 
     The program needs no change: torch loads the machine by itself, with this package in the program's environment.
     Compiled code would bypass the replaced kernels, so Dynamo is switched off. The last line says what was measured.
-    Exit code: that of the program; 2 if it is 0 and products had no error or nothing was proven.
+    Exit code: that of the program; 2 if it is 0 and products had no error or nothing was proven. Options behind the
+    first word of the program are the program's.
     """
+    if VARIABLE in os.environ:
+        raise ConfigError(f"{VARIABLE} is in the environment: this is a noisy machine already, expected one `exec`")
     from aqnpipe.noise.program import ProgramMachine, read_receipts
 
     if os.environ.get(_AUTOLOAD, "1") == "0":
@@ -87,7 +91,7 @@ def execute(
         raise ConfigError(describe_validation_error(problem)) from problem
     environment = os.environ | {VARIABLE: machine.model_dump_json(), "TORCHDYNAMO_DISABLE": "1"}
     try:
-        ended = subprocess.run(command, env=environment, check=False)  # noqa: S603
+        code = _run(command, environment)
         receipt, faults, num_processes, num_behind = read_receipts(folder, machine)
         had_receipts = any(folder.glob("*.json"))
     except OSError as problem:
@@ -95,7 +99,6 @@ def execute(
     finally:
         if receipts is None:
             shutil.rmtree(folder, ignore_errors=True)
-    code = ended.returncode if ended.returncode >= 0 else 128 - ended.returncode
     if not had_receipts and code:
         raise typer.Exit(code)
     if not had_receipts:
@@ -121,10 +124,27 @@ def execute(
         + ("" if receipts is None else f"; receipts in {receipts}"),
         err=True,
     )
+    if problems:
+        refuted = ReceiptError("; ".join(problems))
+        if not code:
+            raise refuted
+        typer.echo(f"ERROR: {refuted}", err=True)
     if code:
         raise typer.Exit(code)
-    if problems:
-        raise ReceiptError("; ".join(problems))
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    """Return the exit code of a program, 128 and its number for a signal; a request to end is passed on to it."""
+    with subprocess.Popen(command, env=environment) as program:  # noqa: S603
+        before = signal.signal(signal.SIGTERM, lambda number, _: program.send_signal(number))
+        try:
+            code = program.wait()
+        except BaseException:
+            program.kill()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return code if code >= 0 else 128 - code
 
 
 def _products(receipt: "MachineReceipt") -> str:

@@ -106,7 +106,7 @@ class _Grouped(typer.core.TyperCommand):
 # Options behind the study are Snakemake's, and all of `lm-eval` are those of the harness.
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _SETTINGS: dict[Callable[..., None], dict[str, Any]] = {
-    execute: {"name": "exec"},
+    execute: {"name": "exec", "context_settings": {"allow_interspersed_args": False}},
     run: {"context_settings": _PASSED_ON},
     lm_eval: {"name": "lm-eval", "context_settings": _PASSED_ON | {"help_option_names": ["--about"]}},
 }

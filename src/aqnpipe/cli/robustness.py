@@ -13,7 +13,7 @@ import typer
 
 from aqnpipe.cli.interrupts import ends_at_once
 from aqnpipe.cli.options import NAMES, TrustCode, console_of, dataset_of, refuse_level
-from aqnpipe.cli.study import check_custom_code, check_results
+from aqnpipe.cli.study import check_checkpoints, check_custom_code, check_results
 from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.custom_code import refuse_foreign_code
 from aqnpipe.config.evaluation import PRESETS, NoisesFile, refuse_unknown_scorer
@@ -204,7 +204,7 @@ def _study(content: Mapping[str, Any], output: Path) -> Study:
         study = load_study(content, _SOURCE)
         # A study file may not name every folder that a user may type.
         study = study.model_copy(update={"config": study.config.model_copy(update={"results_dir": str(output)})})
-        for check in (check_results, check_custom_code):
+        for check in (check_results, check_custom_code, check_checkpoints):
             check(study, _SOURCE)
     except ConfigError as error:
         message = str(error)

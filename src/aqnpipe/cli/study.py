@@ -19,7 +19,14 @@ from aqnpipe.config.cross_references import expected_validation_questions
 from aqnpipe.config.custom_code import CustomError, CustomSchedule, refuse_foreign_code
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
 from aqnpipe.config.evaluation import EvaluationNoise, settings_of
-from aqnpipe.config.model import KNOWN_CONFIGS, ModelConfig, builtin_folder, source_kind
+from aqnpipe.config.model import (
+    KNOWN_CONFIGS,
+    ModelConfig,
+    builtin_folder,
+    read_model_config,
+    settings_of_values,
+    source_kind,
+)
 from aqnpipe.config.noise import ModuleNoise
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.published import PublishedFile
@@ -243,23 +250,25 @@ def _check_files(study: Study, source: str) -> None:
             load_yaml(Path(published), PublishedFile)
 
 
-def _check_checkpoints(study: Study, source: str) -> None:
-    """Refuse pairs of checkpoints with the same weights, which cannot be compared."""
+def check_checkpoints(study: Study, source: str) -> None:
+    """Refuse pairs of checkpoints with the same weights and settings, which cannot be compared."""
     if study.has_training:
         return
     from aqnpipe.models.loading import source_folder
 
     local = {name: model for name, model in study.models().items() if source_kind(model.source) != "hub"}
     for (first, model), (second, other) in combinations(local.items(), 2):
-        if _same_weights(source_folder(model), source_folder(other)):
+        if _is_same_model(source_folder(model), source_folder(other)):
             raise ConfigError(
                 f"{source}: checkpoints.{second}: has the same weights as checkpoint {first} ({model.source}), "
                 "expected another model"
             )
 
 
-def _same_weights(first: Path, second: Path) -> bool:
-    """Return whether two folders hold the same weights; reads no further than to the first difference."""
+def _is_same_model(first: Path, second: Path) -> bool:
+    """Return whether two folders hold the same weights for the same settings; reads to the first difference."""
+    if settings_of_values(read_model_config(first)) != settings_of_values(read_model_config(second)):
+        return False
     ours, theirs = (sorted(folder.glob("*.safetensors")) for folder in (first, second))
     if [(path.name, path.stat().st_size) for path in ours] != [(path.name, path.stat().st_size) for path in theirs]:
         return False
@@ -322,7 +331,7 @@ _CHECKS = (
     check_custom_code,
     _check_files,
     _check_chat_template,
-    _check_checkpoints,
+    check_checkpoints,
     _check_modules,
 )
 """The first refusal is reported, so a check may rely on those before it."""

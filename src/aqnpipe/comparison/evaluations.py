@@ -21,6 +21,7 @@ from aqnpipe.artifacts.files import numbered_together, read_json, read_table, re
 from aqnpipe.artifacts.runs import RunRecord, record_problems
 from aqnpipe.config.analysis import TestedUnit
 from aqnpipe.config.evaluation import scorer_column
+from aqnpipe.config.study import CHECKPOINTS
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
@@ -93,7 +94,10 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class LoadedEvaluation:
-    """An evaluation in memory. `setting`: its settings and conditions. `weights`: digest of the evaluated weights."""
+    """An evaluation in memory. `setting`: its settings and conditions. `weights`: digest of the evaluated weights.
+
+    Of a given checkpoint with that of its config.json: the same weights under other settings are another model.
+    """
 
     source: EvaluationInput
     levels: Mapping[float, LevelScores]
@@ -164,12 +168,17 @@ def _loaded(
         source=source,
         levels=levels,
         problems=tuple(Refusal(kind, f"{source.name}: {text}") for kind, texts in found for text in texts),
-        weights=record.inputs_sha256.get("weights"),
+        weights=_weights(record),
         setting=_setting(record)
         | _facts_setting(receipts.facts)
         | ({} if source.rollouts is None else {OF_ROLLOUTS: source.rollouts}),
         accuracy=accuracy,
     )
+
+
+def _weights(record: RunRecord) -> str | None:
+    digest, is_given = record.inputs_sha256.get("weights"), record.identity["model"] == CHECKPOINTS
+    return f"{digest} {record.inputs_sha256.get('config')}" if is_given and digest is not None else digest
 
 
 def _accuracies(

@@ -37,6 +37,11 @@ _SIZES = (
 """Keys of config.json that are sizes; a family may have one per layer, or none."""
 _REFERENCES = ("configuration_files", "transformers_weights", "fusion_config", "distributed_config")
 """Keys by which transformers reads another file than this one, or changes its classes, whatever the caller asks for."""
+_DECIDES_NO_VALUE = re.compile(
+    r"_?(dtype|torch_dtype|transformers_version|initializer_range|.*dropout|.*_token_id|name_or_path|id2label|label2id"
+    r"|output_.*|return_dict|problem_type|chunk_size_.*|tokenizer_class)"
+)
+"""Keys that change no logit of an evaluated model: names, tokens, training, output formats."""
 _PATH_PREFIXES = ("/", "./", "../")
 _OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -166,6 +171,11 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         if _COUNT.fullmatch(key) and isinstance(value, int) and value > most:
             raise ModelError(f"{path}: {key} is {value}, expected at most {most:,}")
     return config
+
+
+def settings_of_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config.json that may change a logit of an evaluated model."""
+    return {key: value for key, value in config.items() if not _DECIDES_NO_VALUE.fullmatch(key)}
 
 
 def _is_number(value: Any) -> bool:

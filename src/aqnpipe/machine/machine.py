@@ -303,7 +303,8 @@ class Machine:
         plan = self._plans.get((operator, part, is_gradient)) or self._plan(operator, part, is_gradient)
         why = self._off.why or plan.why
         if why is None and not result.is_floating_point():
-            why = "outside, of integers" if part == self.places.outside else "of integers"
+            may_be = part == self.places.outside and not result.is_complex()
+            why = "outside, of integers" if may_be else "of integers"
         if why is None and num_terms == 1 and plan.may_be_outer:
             # Rotary angles are outer products; an error there moves positions. Nothing is summed.
             why = "outer products"

@@ -8,7 +8,6 @@ are the most scattered ones.
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from aqnpipe.artifacts.parities import CaptureIdentity, OperatorParity, OperatorVerdict, is_product
 from aqnpipe.config.measured_noise import ATTENTION, ErrorFigures, is_norm
+from aqnpipe.config.model import settings_of_values
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.models.loading import unreadable
 from aqnpipe.parity.capture_file import Capture
@@ -46,12 +46,6 @@ _SETTINGS = (
     *("batch_invariant", "batch_size", "padding", "num_decoded", "model_class"),
 )
 _IGNORED_CONFIG = ("max_position_embeddings", "use_cache", "architectures")
-_DECIDES_NO_VALUE = re.compile(
-    r"_?(dtype|torch_dtype|transformers_version|initializer_range|.*dropout|.*_token_id|name_or_path|id2label|label2id"
-    r"|output_.*|return_dict|problem_type|chunk_size_.*|tokenizer_class)"
-)
-"""Further keys of config.json that change no logit of an evaluated model: names, tokens, training, output formats."""
-
 _FloatArray = npt.NDArray[np.float64]
 _IntArray = npt.NDArray[np.int64]
 _STEPS = 200
@@ -155,11 +149,11 @@ def function_differences(first: CaptureIdentity, second: CaptureIdentity) -> tup
 
     Keys that one file leaves out have the default of transformers.
     """
-    one, other = (_completed(identity.config) for identity in (first, second))
+    one, other = (settings_of_values(_completed(identity.config)) for identity in (first, second))
     return tuple(
         f"{key}: {one.get(key)} / {other.get(key)}"
         for key in sorted((one.keys() | other.keys()) - set(_IGNORED_CONFIG))
-        if one.get(key) != other.get(key) and not _DECIDES_NO_VALUE.fullmatch(key)
+        if one.get(key) != other.get(key)
     )
 
 
