@@ -10,7 +10,6 @@ from aqnpipe.config.analysis import PRETRAINED, ArmPair
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.study import Study
 from aqnpipe.report.inputs import Evaluated, ReportData
-from aqnpipe.report.responses import first_pass
 from aqnpipe.report.tables import Row, Table
 from aqnpipe.report.words import Words, at_noise, clipped
 
@@ -184,7 +183,10 @@ def _last_by_seed(evaluations: Sequence[Evaluated], arm: str) -> dict[int | None
 
 
 def _responses(evaluated: Evaluated, noise_level: float, scorer: str, side: str) -> pl.DataFrame:
-    return first_pass(evaluated.responses(), noise_level).select(
+    """Return the responses at a level of the first sample and the first noise seed."""
+    rows = evaluated.responses().filter(pl.col("noise_level") == noise_level)
+    first_pass = rows.filter(pl.col("noise_seed") == pl.col("noise_seed").min(), pl.col("sample") == 0)
+    return first_pass.select(
         "question_id",
         "noise_seed",
         pl.col(f"correct_{scorer}").alias(f"{side}_correct"),
