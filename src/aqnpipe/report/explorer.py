@@ -78,10 +78,13 @@ def flips(pair: ArmPair | None, study: Study, data: ReportData) -> tuple[pl.Data
     After the last step; of the first sample and, at noisy levels, the first noise seed. A pretrained model is compared
     with every seed. Empty if nothing can be compared.
     """
-    sides = {} if pair is None else {"treatment": pair.treatment, "control": pair.control}
+    nothing = pl.DataFrame(schema=FLIP_COLUMNS), 0, 0
+    if pair is None:
+        return nothing
+    sides = {"treatment": pair.treatment, "control": pair.control}
     answers = {side: list(_answers(pair, study, data, [arm])) for side, arm in sides.items()}
-    if pair is None or not all(answers.values()):
-        return pl.DataFrame(schema=FLIP_COLUMNS), 0, 0
+    if not all(answers.values()):
+        return nothing
     treatment, control = (
         pl.concat(parts).drop("arm").rename({name: f"{side}_{name}" for name in ("correct", "response")})
         for side, parts in answers.items()

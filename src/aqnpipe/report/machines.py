@@ -220,8 +220,15 @@ def _sentence(column: _Column, parity: ParityFile, machine: str, words: Words) -
     times = column.over([operator for operator in parity.operators if operator.is_product])
     if not times:
         return words("scale.not_on_products", noise=column.name)
-    found = {"times": median(times), "count": len(times), "low": min(times), "high": max(times)}
-    return words("scale.sentence", noise=column.name, machine=machine, **found)
+    return words(
+        "scale.sentence",
+        noise=column.name,
+        machine=machine,
+        times=median(times),
+        count=len(times),
+        low=min(times),
+        high=max(times),
+    )
 
 
 def _table(parity: ParityFile, columns: Sequence[_Column], words: Words) -> Table:
