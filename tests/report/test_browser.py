@@ -1,7 +1,6 @@
 """The page in a real browser: requests, numbers, and use by keyboard, phone, printer and screen reader."""
 
 import re
-import threading
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,7 +9,6 @@ import pytest
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.cli.view import open_server
 
 AXE = "axe_playwright_python"
 ARMS = ["baseline", "E5", "E5b", "srdd_guided"]
@@ -640,30 +638,3 @@ def test_axe_finds_nothing_in_an_enlarged_figure(visit, built):
     box = seen.page.locator("#zoom").bounding_box()
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= 390
-
-
-def test_axe_finds_nothing_in_the_pages_of_the_viewer(browser, built, tmp_path):
-    script = pytest.importorskip(AXE).__path__[0]
-    for source in built.made.evaluations:
-        target = tmp_path / "eval" / source.model / source.arm / f"seed{source.seed}" / f"step{source.step}.parquet"
-        target.parent.mkdir(parents=True)
-        target.write_bytes(source.table.read_bytes())
-    server = open_server(tmp_path, 0, None, "en")
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    # The pages allow no script at all, not even that of the audit.
-    context = browser.new_context(viewport={"width": 390, "height": 740}, bypass_csp=True)
-    try:
-        page = context.new_page()
-        page.goto(f"http://127.0.0.1:{server.server_address[1]}/?token={server.token}")
-        for path in ("/", "/question/q00003", "/search?q=what", "/pair?treatment=E5&control=baseline&level=0.1"):
-            page.goto(f"http://127.0.0.1:{server.server_address[1]}{path}")
-            assert page.evaluate("document.documentElement.scrollWidth") == 390
-            page.evaluate(Path(script, "axe.min.js").read_text(encoding="utf-8"))
-            found = page.evaluate("axe.run({resultTypes: ['violations']}).then(result => result.violations)")
-            assert [(violation["id"], violation["nodes"][0]["html"]) for violation in found] == [], path
-    finally:
-        context.close()
-        server.shutdown()
-        server.server_close()
-        thread.join()

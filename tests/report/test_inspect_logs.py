@@ -1,6 +1,7 @@
 """Logs for Inspect's viewer: what they say of every response, read as JSON, and by inspect_ai where it is installed."""
 
 import json
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -70,6 +71,26 @@ def test_every_response_has_its_sample_with_scores(results, logs):
         assert cut == (row["finish_reason"] == "length")
     first = log["results"]["scores"][0]
     assert (first["name"], first["metrics"]["accuracy"]["value"]) == ("strict", rows["correct_strict"].mean())
+
+
+def test_a_log_with_noise_has_the_score_without_for_the_viewer_s_filter(results, logs):
+    plain, noisy = (by_task(logs)[f"small, noise {level}", "base/plain/seed3/step8"] for level in ("0", "0.05"))
+    assert all("without_noise" not in sample["scores"] for sample in plain["samples"])
+    before = {sample["id"]: sample["scores"]["strict"] for sample in plain["samples"]}
+    assert all(sample["scores"]["without_noise"] == before[sample["id"]] for sample in noisy["samples"])
+    changed = [one for one in noisy["samples"] if one["scores"]["strict"] != one["scores"]["without_noise"]]
+    assert 0 < len(changed) < len(noisy["samples"])
+    score = noisy["results"]["scores"][-1]
+    assert score["name"] == "without_noise"
+    assert score["metrics"]["accuracy"]["value"] == plain["results"]["scores"][0]["metrics"]["accuracy"]["value"]
+
+
+def test_logs_of_an_evaluation_without_a_level_0_have_no_score_without_noise(results, tmp_path):
+    path = Path("eval") / "base" / "plain" / "seed3" / "step8.parquet"
+    write_table(tmp_path / path, pl.read_parquet(results / path).filter(noise_level=0.05), EvaluationTable)
+    assert write_inspect_logs(tmp_path, "small", SETTINGS, tmp_path / "logs") == 1
+    (log,) = by_task(tmp_path / "logs").values()
+    assert "without_noise" not in log["samples"][0]["scores"]
 
 
 def test_writing_again_leaves_the_same_files(results, logs):

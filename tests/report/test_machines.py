@@ -10,7 +10,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import OperatorNoise
 from aqnpipe.report.inputs import MeasuredMachine, ReportData
-from aqnpipe.report.machines import Spread, machine_scales, noises_of, spread_of, times_by_operator
+from aqnpipe.report.machines import machine_scales, noises_of, times_by_operator
 from aqnpipe.report.words import load_words
 
 MACHINE = parity(
@@ -85,8 +85,6 @@ def test_a_measured_noise_is_on_norms_that_have_figures():
 
 def test_a_machine_without_an_error_is_infinitely_far():
     assert times(relative(0.05), parity([operator("q_proj", 0, relative_rms=0.0)])) == {"layers.0.q_proj": math.inf}
-    assert spread_of([2.0, math.inf, 1.0]) == Spread(2.0, 1.0, math.inf, 3)
-    assert spread_of([]) is None
 
 
 def arm(error, **settings):
@@ -146,6 +144,13 @@ def test_sentences_and_table_have_median_and_range(made_up):
     assert rows["q_proj"] == ("rounding", "2", "0.23 (0.2 to 0.25)", *multiples)
     assert rows["mlp_residual"] == ("rounding", "1", "0.2", "–", "–", "–", "–")
     assert [row.cells[0] for row in scale.brief.rows] == ["all matrix products", "q_proj", "attention", "lm_head"]
+
+
+def test_the_multiple_of_no_error_is_infinite_in_the_table(made_up):
+    layers = [operator("q_proj", 0, relative_rms=0.0), operator("q_proj", 1, relative_rms=0.002)]
+    (table,) = shown(made_up, parity(layers)).figure.tables
+    rows = {row.cells[0]: row.cells for row in table.rows}
+    assert rows["q_proj"][4] == "∞ (25 to ∞)"
 
 
 def test_the_picture_has_lines_for_the_noises_of_all_layers_alone(made_up):

@@ -9,6 +9,7 @@ that of the host, if it is longer.
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from math import ceil
 from statistics import fmean
@@ -92,20 +93,11 @@ class Assumptions(FrozenModel):
     rates: Rates | None = None
 
 
-class PhaseCost(FrozenModel):
-    """Cost of one phase, summed over all runs or evaluations."""
-
-    phase: StudyPhase
-    tokens: float
-    flops: float
-    device_hours: float
-
-
 class Estimate(FrozenModel):
     """An estimate and the assumptions behind it."""
 
-    phases: tuple[PhaseCost, ...]
-    device_hours: float
+    hours_by_phase: dict[StudyPhase, float] = Field(description="device hours, summed over all runs or evaluations")
+    device_hours: float = Field(description="those of all phases, and the time until the jobs start to compute")
     num_devices: int = Field(description="devices that work at the same time: workers of a run, or cores of this CPU")
     model_gigabytes: float = Field(description="prepared models, in the number format they compute in")
     checkpoint_gigabytes: float = Field(
@@ -140,18 +132,13 @@ class _Work(FrozenModel):
     decode_steps: float = 0.0
     noisy_decode_steps: float = 0.0
 
-    def cost(self, size: Size, rates: Rates) -> PhaseCost:
+    def hours(self, size: Size, rates: Rates) -> float:
+        """Return the device hours with a model of this size."""
         length = self.prompt + self.response
         # A token attends to the previous ones, which are half of the sequence on average.
         flops = self.passes * size.forward_flops(self.sequences * length, self.sequences * self.response, length / 2)
-        return PhaseCost(
-            phase=self.phase,
-            tokens=self.sequences * length,
-            flops=flops,
-            device_hours=rates.hours(
-                self.phase, flops, self.decode_steps * size.num_layers, self.noisy_decode_steps * size.num_layers
-            ),
-        )
+        layer_steps, noisy = (steps * size.num_layers for steps in (self.decode_steps, self.noisy_decode_steps))
+        return rates.hours(self.phase, flops, layer_steps, noisy)
 
 
 def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
@@ -159,10 +146,11 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     prompt, prompt_source = mean_prompt_tokens(plan, assumptions)
     rates = assumptions.rates or default_rates(plan)
     sizes = {name: _size_of(plan, name, assumptions) for name in plan.study.models()}
-    work = [*_training(plan, prompt, assumptions), *_evaluation(plan, prompt, assumptions)]
-    phases = _summed([part.cost(sizes[part.role], rates) for part in work])
+    by_phase: defaultdict[StudyPhase, float] = defaultdict(float)
+    for part in (*_training(plan, prompt, assumptions), *_evaluation(plan, prompt, assumptions)):
+        by_phase[part.phase] += part.hours(sizes[part.role], rates)
     num_jobs = len(plan.runs()) + plan.num_evaluations
-    hours = sum(phase.device_hours for phase in phases) + num_jobs * rates.seconds_per_job / _SECONDS_PER_HOUR
+    hours = sum(by_phase.values()) + num_jobs * rates.seconds_per_job / _SECONDS_PER_HOUR
     config, training = plan.study.config, plan.study.config.training
     # The cores of this machine for a CPU, else the devices that a run or an evaluation takes.
     devices = config.generation.tensor_parallel if training is None else training.num_workers
@@ -176,7 +164,7 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     length = assumptions.response_tokens
     given = "" if length is None else f"of {length:g} tokens"
     return Estimate(
-        phases=phases,
+        hours_by_phase=dict(by_phase),
         device_hours=hours,
         num_devices=len(os.sched_getaffinity(0)) if rates.device == CPU_CORE.device else devices,
         checkpoint_gigabytes=sum(kept * stored[role] for role, _, _ in plan.runs()) / 1e9,
@@ -338,18 +326,6 @@ def _evaluation(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Ite
             decode_steps=steps * (len(passes) - noisy),
             noisy_decode_steps=steps * noisy,
         )
-
-
-def _summed(costs: list[PhaseCost]) -> tuple[PhaseCost, ...]:
-    """Return the total cost of each phase, in order of first appearance."""
-    names = dict.fromkeys(cost.phase for cost in costs)
-    quantities = ("tokens", "flops", "device_hours")
-    return tuple(
-        PhaseCost(
-            phase=name, **{key: sum(getattr(cost, key) for cost in costs if cost.phase == name) for key in quantities}
-        )
-        for name in names
-    )
 
 
 def _checkpoint_bytes(size: Size, training: TrainingConfig) -> float:

@@ -26,7 +26,6 @@ with ends_at_once():
     from aqnpipe.cli.run import init, run
     from aqnpipe.cli.score import score
     from aqnpipe.cli.sensitivity import sensitivity, sigmas
-    from aqnpipe.cli.view import view
     from aqnpipe.config.base import describe_validation_error
     from aqnpipe.config.study import study_schema
     from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, printable
@@ -76,7 +75,7 @@ def lm_eval(
 
 
 _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Studies": (init, check, plan, run, report, view, verify, export, sigmas, schema),
+    "Studies": (init, check, plan, run, report, verify, export, sigmas, schema),
     "Models and programs under noise": (execute, robustness, sensitivity, measure_noise, lm_eval),
     "Machines": (doctor, diagnose, capture, parity, compare_runs),
     "Answers and published figures": (score, check_published),

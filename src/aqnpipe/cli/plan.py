@@ -100,8 +100,8 @@ def prognosis(opened: StudyPlan, results: Path | None, wanted: float, assumption
         opened = StudyPlan(opened.study.with_seeds(rule.max))
     measured = {} if results is None else _variances(results, config.evaluation.primary_scorer, config.statistics.alpha)
     estimate = estimate_study(opened, assumptions)
-    evaluation = sum(phase.device_hours for phase in estimate.phases if phase.phase == "evaluation")
-    training = sum(phase.device_hours for phase in estimate.phases) - evaluation
+    evaluation = estimate.hours_by_phase.get("evaluation", 0.0)
+    training = sum(estimate.hours_by_phase.values()) - evaluation
     largest = max((families.count(family) for family in families), default=1)
     # Without a number of questions there is no estimate.
     num_questions = config.evaluation.num_questions or config.dataset.num_test or 0

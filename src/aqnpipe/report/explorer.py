@@ -1,6 +1,6 @@
 """The questions on which two arms disagree, with the responses of both."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from aqnpipe.config.analysis import PRETRAINED, ArmPair
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.study import Study
 from aqnpipe.report.inputs import Evaluated, ReportData
-from aqnpipe.report.responses import first_pass
 from aqnpipe.report.tables import Row, Table
 from aqnpipe.report.words import Words, at_noise, clipped
 
@@ -82,27 +81,24 @@ def flips(pair: ArmPair | None, study: Study, data: ReportData) -> tuple[pl.Data
     nothing = pl.DataFrame(schema=FLIP_COLUMNS), 0, 0
     if pair is None:
         return nothing
-    evaluations = _of_model(pair, study, data)
-    treatment, control = _last_by_seed(evaluations, pair.treatment), _last_by_seed(evaluations, pair.control)
-    scorer = scorer_column(study.config.evaluation.primary_scorer)
-    parts, num_questions = [], 0
-    for seed in sorted(seed for seed in {*treatment, *control} if seed is not None):
-        first, second = treatment.get(seed, treatment.get(None)), control.get(seed, control.get(None))
-        if first is None or second is None:
-            continue
-        joined = _responses(first, pair.noise_level, scorer, "treatment").join(
-            _responses(second, pair.noise_level, scorer, "control"), on=["question_id", "noise_seed"], how="inner"
-        )
-        num_questions = max(num_questions, len(joined))
-        parts.append(joined.with_columns(seed=pl.lit(seed, pl.Int64)))
-    if not parts:
+    sides = {"treatment": pair.treatment, "control": pair.control}
+    answers = {side: list(_answers(pair, study, data, [arm])) for side, arm in sides.items()}
+    if not all(answers.values()):
         return nothing
-    flipped = pl.concat(parts).filter(pl.col("treatment_correct") != pl.col("control_correct"))
-    questions = data.test_problems.select("question_id", "question", "gold_answer")
-    named = flipped.join(questions, on="question_id", how="left").with_columns(
-        treatment=pl.lit(pair.treatment), control=pl.lit(pair.control), noise_level=pl.lit(pair.noise_level)
+    treatment, control = (
+        pl.concat(parts).drop("arm").rename({name: f"{side}_{name}" for name in ("correct", "response")})
+        for side, parts in answers.items()
     )
-    return named.select(*FLIP_COLUMNS).sort("seed", "question_id"), num_questions, len(parts)
+    # The pretrained model, which has no seed, is compared with every seed.
+    keys = ["question_id", "noise_seed", *([] if PRETRAINED in sides.values() else ["seed"])]
+    joined = treatment.join(control, on=keys)
+    questions = data.test_problems.select("question_id", "question", "gold_answer")
+    flipped = joined.filter(pl.col("treatment_correct") != pl.col("control_correct"))
+    named = flipped.join(questions, on="question_id", how="left").with_columns(
+        noise_level=pl.lit(pair.noise_level), **{side: pl.lit(arm) for side, arm in sides.items()}
+    )
+    compared = joined["seed"].value_counts()["count"]
+    return named.select(*FLIP_COLUMNS).sort("seed", "question_id"), max(compared, default=0), len(compared)
 
 
 def explorer(pair: ArmPair, flipped: pl.DataFrame, num_questions: int, num_seeds: int) -> Explorer:
@@ -126,24 +122,22 @@ def outcomes(pair: ArmPair, study: Study, data: ReportData, words: Words) -> Tab
 
     Responses as in `flips`, of all arms of the same model. None if there are none, or more arms than a table can show.
     """
-    evaluations, scorer = _of_model(pair, study, data), scorer_column(study.config.evaluation.primary_scorer)
-    arms = list(dict.fromkeys(evaluated.source.arm for evaluated in evaluations))
-    if len(arms) > MAX_OUTCOME_COLUMNS:
+    arms = list(dict.fromkeys(evaluated.source.arm for evaluated in _of_model(pair, study, data)))
+    if not 0 < len(arms) <= MAX_OUTCOME_COLUMNS:
         return None
-    table = data.test_problems.select("question_id", "question")
-    for number, arm in enumerate(arms):
-        last = _last_by_seed(evaluations, arm).values()
-        found = pl.concat(_responses(each, pair.noise_level, scorer, "arm") for each in last)
-        correct = pl.col("arm_correct")
-        text = pl.format("{}/{}", correct.sum(), pl.len()).alias(f"text{number}")
-        counted = found.group_by("question_id").agg(correct.mean().alias(f"share{number}"), text)
-        table = table.join(counted, on="question_id")
-    shares = [pl.col(f"share{number}") for number in range(len(arms))]
+    answers = pl.concat(part.select("arm", "question_id", "correct") for part in _answers(pair, study, data, arms))
+    correct = pl.col("correct")
+    text = pl.format("{}/{}", correct.sum(), pl.len()).alias("text")
+    counted = answers.group_by("question_id", "arm").agg(correct.mean().alias("share"), text)
+    # One column per arm of each: share_E5, text_E5.
+    table = counted.pivot("arm", index="question_id", values=["share", "text"]).drop_nulls()
+    shares = [pl.col(f"share_{arm}") for arm in arms]
     spread = pl.max_horizontal(shares) - pl.min_horizontal(shares)
-    differing = table.filter(spread > 0).sort(spread, "question_id", descending=[True, False])
+    named = data.test_problems.select("question_id", "question").join(table, on="question_id")
+    differing = named.filter(spread > 0).sort(spread, "question_id", descending=[True, False])
     if differing.is_empty():
         return None
-    texts = differing.select("question_id", "question", *(f"text{number}" for number in range(len(arms))))
+    texts = differing.select("question_id", "question", *(f"text_{arm}" for arm in arms))
     rows = (
         Row((name, clipped(question, MAX_OUTCOME_CHARACTERS)[0], *cells))
         for name, question, *cells in texts.iter_rows()
@@ -171,22 +165,20 @@ def _question(flipped: pl.DataFrame, question_id: str, winner: str) -> dict[str,
     return row | {"question": question, "gold_answer": gold, "num_flips": len(rows), "responses": responses}
 
 
-def _last_by_seed(evaluations: Sequence[Evaluated], arm: str) -> dict[int | None, Evaluated]:
-    """Return the evaluation of the last step by seed; that of the pretrained model, which has no seed, under None."""
-    latest: dict[int | None, Evaluated] = {}
-    for evaluated in evaluations:
-        if evaluated.source.arm != arm:
-            continue
-        seed = None if arm == PRETRAINED else evaluated.source.seed
-        if seed not in latest or latest[seed].source.step < evaluated.source.step:
-            latest[seed] = evaluated
-    return latest
+def _answers(pair: ArmPair, study: Study, data: ReportData, arms: Sequence[str]) -> Iterator[pl.DataFrame]:
+    """Yield a table per run of `arms`: its answers after the last step, at the level of the pair.
 
-
-def _responses(evaluated: Evaluated, noise_level: float, scorer: str, side: str) -> pl.DataFrame:
-    return first_pass(evaluated.responses(), noise_level).select(
-        "question_id",
-        "noise_seed",
-        pl.col(f"correct_{scorer}").alias(f"{side}_correct"),
-        pl.col("response").alias(f"{side}_response"),
-    )
+    Of the first sample and the first noise seed. Columns: arm, seed (not of the pretrained model), question_id,
+    noise_seed, correct, response.
+    """
+    last: dict[tuple[str, int], Evaluated] = {}
+    for one in _of_model(pair, study, data):
+        run = one.source.arm, one.source.seed
+        if one.source.arm in arms and (run not in last or last[run].source.step < one.source.step):
+            last[run] = one
+    correct = pl.col(f"correct_{scorer_column(study.config.evaluation.primary_scorer)}").alias("correct")
+    for (arm, seed), evaluated in last.items():
+        rows = evaluated.responses().filter(pl.col("noise_level") == pair.noise_level, pl.col("sample") == 0)
+        names = {"arm": pl.lit(arm)} | ({} if arm == PRETRAINED else {"seed": pl.lit(seed, pl.Int64)})
+        first = rows.filter(pl.col("noise_seed") == pl.col("noise_seed").min())
+        yield first.select("question_id", "noise_seed", correct, "response", **names)

@@ -250,11 +250,12 @@ def write_inspect_logs(results: Path, study: str, settings: EvaluationConfig, fo
     for one in checkpoints:
         model, made = f"{one.model}/{one.arm}/seed{one.seed}/step{one.step}", one.table.stat().st_mtime
         table = read_table(one.table, EvaluationTable).sort("noise_level", "noise_seed", "sample", "question_id")
-        # The viewer shows the first score in its list: that of the study.
-        graded = [name.removeprefix(_CORRECT) for name in table.columns if name.startswith(_CORRECT)]
-        columns = sorted(graded, key=lambda scorer: scorer != primary)
-        scorers = {scorer: settings.primary_scorer if scorer == primary else scorer for scorer in columns}
-        for (level,), rows in table.group_by("noise_level", maintain_order=True):
+        for (level,), at_level in table.group_by("noise_level", maintain_order=True):
+            rows = _beside_no_noise(at_level, table, primary) if level else at_level
+            # The viewer shows the first score in its list: that of the study.
+            graded = [name.removeprefix(_CORRECT) for name in rows.columns if name.startswith(_CORRECT)]
+            columns = sorted(graded, key=lambda scorer: scorer != primary)
+            scorers = {scorer: settings.primary_scorer if scorer == primary else scorer for scorer in columns}
             task = f"{study}, {names.get(level) or f'noise {level:g}'}"
             identity, time = short_digest((task, model), 8), datetime.fromtimestamp(made, UTC)
             log: dict[str, Any] = {"version": 2, "status": "success", **_log(rows, questions, scorers)}
@@ -264,6 +265,17 @@ def write_inspect_logs(results: Path, study: str, settings: EvaluationConfig, fo
             write_text(folder / f"{time:%Y-%m-%dT%H-%M-%S+00-00}_{study}_{identity}.json", json.dumps(log))
             number += 1
     return number
+
+
+def _beside_no_noise(rows: pl.DataFrame, table: pl.DataFrame, primary: str) -> pl.DataFrame:
+    """Return the rows with one more score, `without_noise`: that of the same question and sample without noise.
+
+    It lets the viewer show the answers that noise changed. The rows are unchanged if nothing was evaluated without.
+    """
+    keys, names = ["question_id", "sample"], ("correct", "answer")
+    plain = table.filter(pl.col("noise_level") == 0).unique(keys, keep="first", maintain_order=True)
+    scores = plain.select(*keys, *(pl.col(f"{name}_{primary}").alias(f"{name}_without_noise") for name in names))
+    return rows if plain.is_empty() else rows.join(scores, on=keys, how="left", maintain_order="left")
 
 
 def _log(rows: pl.DataFrame, questions: dict[str, dict[str, str]], scorers: dict[str, str]) -> dict[str, Any]:

@@ -34,21 +34,6 @@ class StudyNoise:
     arms: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and range over operators."""
-
-    middle: float
-    lowest: float
-    highest: float
-    count: int
-
-
-def spread_of(values: list[float]) -> Spread | None:
-    """Return median and range; None without values."""
-    return Spread(median(values), min(values), max(values), len(values)) if values else None
-
-
 def noises_of(study: Study, model: str, attention: str) -> list[StudyNoise]:
     """Return the noises on operators that a model meets: those of evaluations, then others that arms are trained with.
 
@@ -155,8 +140,8 @@ class _Column:
     noise: StudyNoise
     times: Mapping[str, float]
 
-    def over(self, operators: Sequence[OperatorParity]) -> Spread | None:
-        return spread_of([self.times[operator.name] for operator in operators if operator.name in self.times])
+    def over(self, operators: Sequence[OperatorParity]) -> list[float]:
+        return [self.times[operator.name] for operator in operators if operator.name in self.times]
 
 
 def machine_scales(study: Study, data: ReportData, words: Words) -> tuple[MachineScale, ...]:
@@ -232,17 +217,17 @@ def _name_of(noise: StudyNoise, words: Words) -> str:
 
 
 def _sentence(column: _Column, parity: ParityFile, machine: str, words: Words) -> str:
-    spread = column.over([operator for operator in parity.operators if operator.is_product])
-    if spread is None:
+    times = column.over([operator for operator in parity.operators if operator.is_product])
+    if not times:
         return words("scale.not_on_products", noise=column.name)
     return words(
         "scale.sentence",
         noise=column.name,
         machine=machine,
-        times=spread.middle,
-        count=spread.count,
-        low=spread.lowest,
-        high=spread.highest,
+        times=median(times),
+        count=len(times),
+        low=min(times),
+        high=max(times),
     )
 
 
@@ -267,18 +252,17 @@ def _table(parity: ParityFile, columns: Sequence[_Column], words: Words) -> Tabl
 
 def _row(kind: str, operators: Sequence[OperatorParity], columns: Sequence[_Column], words: Words) -> Row:
     verdict = max((operator.verdict for operator in operators), key=SEVERITY.index)
-    error = spread_of([100 * operator.relative_rms for operator in operators])
+    error = [100 * operator.relative_rms for operator in operators]
     cells = (kind, words(f"parity.{verdict}"), str(len(operators)))
-    times = (_cell(spread, words) for spread in (error, *(column.over(operators) for column in columns)))
+    times = (_cell(values, words) for values in (error, *(column.over(operators) for column in columns)))
     return Row((*cells, *times), alert=verdict == "fault")
 
 
-def _cell(spread: Spread | None, words: Words) -> str:
-    """Return median and range as text: 24 (20 to 28)."""
-    if spread is None:
-        return numbers.MISSING
-    low, high = (end if spread.count > 1 else None for end in (spread.lowest, spread.highest))
-    return ranged(spread.middle, low, high, "times", words)
+def _cell(values: Sequence[float], words: Words) -> str:
+    """Return median and range as text: 24 (20 to 28); of a single value that one, of none a dash."""
+    middle = median(values) if values else None
+    low, high = (min(values), max(values)) if len(values) > 1 else (None, None)
+    return ranged(middle, low, high, "times", words)
 
 
 def _picture(parity: ParityFile, columns: Sequence[_Column], words: Words) -> tuple[Panel, list[SeriesKey]] | None:

@@ -49,8 +49,8 @@ def _visible(value: Any) -> Any:
 
 
 NUM_SERIES = 8
-INK, MUTED, GRID, CARD, CONTEXT = "#fe0200", "#fe0201", "#fe0202", "#fe0203", "#fe0204"
-_PAGE_COLOURS = {INK: "--ink", MUTED: "--muted", GRID: "--grid", CARD: "--card", CONTEXT: "--context"}
+INK, MUTED, GRID = "var(--ink)", "var(--muted)", "var(--grid)"
+"""Colours of the page, which the renderer copies as they are: pictures follow light and dark by its style sheet."""
 _DASHES = ([10, 0], [7, 3], [2, 2], [8, 3, 2, 3])
 
 _MANY_DIGITS = re.compile(r"-?\d+\.\d{2,}")
@@ -76,8 +76,8 @@ def palette_position(index: int) -> int:
 
 
 def series_colour(index: int) -> str:
-    """Return the placeholder colour of series `index`, which `render_svg` replaces with the page's colour."""
-    return f"#fe01{palette_position(index):02x}"
+    """Return the page's colour of series `index`."""
+    return f"var(--c{palette_position(index)})"
 
 
 def series_dash(index: int) -> list[int]:
@@ -123,12 +123,10 @@ def _spec(chart: alt.TopLevelMixin, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _light_colours() -> dict[str, str]:
-    """Return the colour of every placeholder in the first rule of the style sheet, which is that of the light page."""
+    """Return the page's colours by their first values in the style sheet, which are those of the light page."""
     css = (resources.files("aqnpipe.report") / "templates" / "report.css").read_text(encoding="utf-8")
-    named = dict(re.findall(r"(--[\w-]+):(#[0-9a-f]{3,6})\b", css.partition("@media")[0]))
-    placeholders = {name: placeholder for placeholder, name in _PAGE_COLOURS.items()}
-    placeholders |= {f"--c{index}": series_colour(index) for index in range(NUM_SERIES + 1)}
-    return {placeholder: named[name] for name, placeholder in placeholders.items()}
+    named = re.findall(r"(--[\w-]+):(#[0-9a-f]{3,6})\b", css.partition("@media")[0])
+    return {f"var({name})": colour for name, colour in named}
 
 
 def _coloured(part: Any, colours: Mapping[str, str], drawn: Set[tuple[str, Any]]) -> Any:
@@ -156,7 +154,7 @@ def _visible_texts(part: Any) -> Any:
 
 
 def _slimmed(svg: str, label: str) -> Markup:
-    """Label the picture, drop needless markup, and replace placeholder colours; texts stay as they are."""
+    """Label the picture and drop needless markup; texts stay as they are."""
     view_box = _ROOT.search(svg)
     if view_box is None:
         raise ValueError("the renderer returned no SVG element with a viewBox")
@@ -192,10 +190,6 @@ def _slim_tag(tag: str) -> str:
 
 
 def _slim_attributes(tag: str) -> str:
-    for index in range(NUM_SERIES + 1):
-        tag = tag.replace(series_colour(index), f"var(--c{index})")
-    for colour, name in _PAGE_COLOURS.items():
-        tag = tag.replace(colour, f"var({name})")
     tag = _NEEDLESS_ATTRIBUTES.sub("", tag)
     circle = _CIRCLE.search(tag)
     if circle is not None:

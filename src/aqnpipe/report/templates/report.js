@@ -15,7 +15,6 @@ const reveal = () => {
 };
 addEventListener("hashchange", reveal);
 reveal();
-if (location.protocol === "http:") all(".served").forEach(node => { node.hidden = false });
 all(".link").forEach(link => link.addEventListener("click", () => {
   if (navigator.clipboard) navigator.clipboard.writeText(link.href).then(() => tell(say.copied), () => {});
 }));
