@@ -15,8 +15,7 @@ from aqnpipe.comparison.evaluations import EvaluationInput
 from aqnpipe.config.noise import AdaptiveNoise, OperatorNoise, RelativeGaussian
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import EvaluationPass, EvaluationReceipts, Receipt
 from aqnpipe.noise.receipts.table import SYNC, Row
 from aqnpipe.noise.schedule import sigma_at
 from aqnpipe.seeding import derive_seed

@@ -21,7 +21,7 @@ from aqnpipe.config.noise import (
     ScaledError,
 )
 from aqnpipe.config.study import Study
-from aqnpipe.noise.receipts.cache_checks import cache_error
+from aqnpipe.noise.receipts.other_checks import cache_error
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.table import CACHE, Row
 from aqnpipe.report import numbers, tables
