@@ -19,7 +19,7 @@ Shares = Mapping[str, Iterable[Shard]]
 
 _AUDITED = (
     "audited_whole", "recomputed", "wrong", "largest_deviation", "contradictions", "compared", "largest_difference",
-    "relative_elements", "relative_squares", "escaped",
+    "escaped",
 )  # fmt: skip
 """Columns that every worker adds to. A pass of the model, or of a layer, is one, however many workers computed it."""
 

@@ -1,4 +1,7 @@
-"""Applies simulated faults and AQN's noise on hidden states to the outputs of sites, after all other noise."""
+"""Applies simulated faults and AQN's noise on hidden states to the outputs of sites, after all other noise.
+
+Helpers for the hooks of all parts of an injection are at the end.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.errors import ModelError
 from aqnpipe.models.parts import PlaceHook
-from aqnpipe.models.sites import site_module
 from aqnpipe.noise.injection.faults import ActiveFault
-from aqnpipe.noise.injection.hooks import keep, on_output
 from aqnpipe.noise.receipts.table import fault_operator
 
 if TYPE_CHECKING:
@@ -48,8 +50,8 @@ class FaultInjection:
         state: "_RunningPhase",
         active_faults: Sequence[ActiveFault],
         hidden_sigmas: Mapping[int, float],
-        find: Callable[[nn.Module, int, str], nn.Module] = site_module,
-        shared: SharedSite | None = None,
+        find: Callable[[nn.Module, int, str], nn.Module],
+        shared: SharedSite | None,
     ) -> None:
         self.state = state
         self._active_faults = active_faults
@@ -154,3 +156,22 @@ class FaultInjection:
 
         leaving.register_hook(lambda gradient: arrived.append(gradient.detach()))
         entering.register_hook(lambda gradient: measure(gradient.detach()))
+
+
+def keep(stack: ExitStack, handle: Any) -> None:
+    """Remove the hook of `handle` when `stack` closes."""
+    stack.callback(handle.remove)
+
+
+def on_input(change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Apply `change` to a module's first argument; ModelError if that is not a tensor."""
+    if not args or not isinstance(args[0], Tensor):
+        raise ModelError(
+            f"{type(module).__name__} was called without a tensor as first argument; its input has no noise"
+        )
+    return (change(args[0]), *args[1:])
+
+
+def on_output(change: Callable[[Tensor], Tensor], module: nn.Module, args: Any, output: Any) -> Any:
+    """Apply `change` to a module's output, or to the first element of an output tuple."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

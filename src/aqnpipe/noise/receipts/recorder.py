@@ -20,7 +20,7 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import is_rms_norm, layer_of, matrices_sha256, norms_sha256, weight_of
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import RecorderState
-from aqnpipe.noise.receipts.table import REQUEST, SYNC, Place, Row, grouped
+from aqnpipe.noise.receipts.table import REQUEST, SYNC, Row, Rows, grouped
 from aqnpipe.noise.schedule import sigma_at
 
 _JSON = TypeAdapter(Any)
@@ -34,7 +34,7 @@ _GENERATING_PHASES = frozenset({"rollout", "validation"})
 """In these phases the number of forward passes depends on the longest response of a worker's share."""
 
 
-class ReceiptRecorder:
+class ReceiptRecorder(Rows):
     """Accumulates the measurements of a run or an evaluation pass, for its receipt.
 
     The receipt compares the measurements with `requested`; `about`: its other fields, see `ReceiptContent`. The
@@ -44,11 +44,11 @@ class ReceiptRecorder:
     """
 
     def __init__(self, requested: NoiseSpec, *, seed: int | None = None, **about: Any) -> None:
+        super().__init__()
         self.requested = requested
         self._request = Receipt(**{name: getattr(requested, name) for name in NoiseSpec.model_fields}, **about)
         self._seed = seed
         self._step: int | None = None
-        self.rows: dict[Place, Row] = {}
         self._pending: list[tuple[Row, str, Tensor]] = []
         self._keys: set[tuple[Phase, int, int, int, int]] = set()
         self.hidden: dict[int, Row] = {}
@@ -58,15 +58,6 @@ class ReceiptRecorder:
         self._clean_matrices: str | None = None
 
     # -- the table -----------------------------------------------------------------------------------------------------
-
-    def row(self, phase: Phase, step: int | None = None, layer: int | None = None, operator: str = "") -> Row:
-        """Return the row of a place, an empty one if nothing was seen there."""
-        return self._row(Place(phase, step, layer, operator))
-
-    def _row(self, place: Place) -> Row:
-        if place not in self.rows:
-            self.rows[place] = Row(*place)
-        return self.rows[place]
 
     def add(
         self, phase: Phase, step: int | None = None, layer: int | None = None, operator: str = "", **columns: Any
@@ -130,7 +121,7 @@ class ReceiptRecorder:
 
     def note_mismatch(self, line: str) -> None:
         """Note how the noise differs from the requested one; the receipt is refused with this line."""
-        self._row(Place("forward", operator=REQUEST)).add(contradictions={line: 1})
+        self.row("forward", operator=REQUEST).add(contradictions={line: 1})
 
     def begin_step(self, step: int) -> None:
         """Note the number of optimiser steps done; the noise of the coming phases must be keyed by it."""
@@ -225,10 +216,6 @@ class ReceiptRecorder:
     def problems_of(self, state: RecorderState) -> list[str]:
         """Return the problems of the receipt of one worker of several."""
         return self._request.with_measured(state).problems(is_share=True)
-
-    def check_so_far(self, steps_done: int) -> None:
-        """Raise ReceiptError if the noise of a run that has made `steps_done` optimiser steps is not as requested."""
-        self.receipt().check(steps_done)
 
 
 def mismatches(name: str, installed: Any, requested: Any) -> list[str]:
