@@ -1,7 +1,4 @@
-"""Applies simulated faults and AQN's noise on hidden states to the outputs of sites, after all other noise.
-
-Helpers for the hooks of all parts of an injection are at the end.
-"""
+"""Applies simulated faults and AQN's noise on hidden states to the outputs of sites, after all other noise."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.errors import ModelError
 from aqnpipe.models.parts import PlaceHook
-from aqnpipe.noise.injection.faults import ActiveFault
+from aqnpipe.noise.injection.faults import ActiveFault, keep, on_output
 from aqnpipe.noise.receipts.table import fault_operator
 
 if TYPE_CHECKING:
@@ -156,22 +152,3 @@ class FaultInjection:
 
         leaving.register_hook(lambda gradient: arrived.append(gradient.detach()))
         entering.register_hook(lambda gradient: measure(gradient.detach()))
-
-
-def keep(stack: ExitStack, handle: Any) -> None:
-    """Remove the hook of `handle` when `stack` closes."""
-    stack.callback(handle.remove)
-
-
-def on_input(change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Apply `change` to a module's first argument; ModelError if that is not a tensor."""
-    if not args or not isinstance(args[0], Tensor):
-        raise ModelError(
-            f"{type(module).__name__} was called without a tensor as first argument; its input has no noise"
-        )
-    return (change(args[0]), *args[1:])
-
-
-def on_output(change: Callable[[Tensor], Tensor], module: nn.Module, args: Any, output: Any) -> Any:
-    """Apply `change` to a module's output, or to the first element of an output tuple."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -38,8 +38,8 @@ from aqnpipe.models.caches import Update
 from aqnpipe.models.layout import layer_of, refuse_norms_without_weight
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Position
-from aqnpipe.noise.injection.fault_injection import FaultInjection, on_input, on_output
-from aqnpipe.noise.injection.faults import ActiveFaults, simulated_fault_hooks
+from aqnpipe.noise.injection.fault_injection import FaultInjection
+from aqnpipe.noise.injection.faults import ActiveFaults, on_input, on_output, simulated_fault_hooks
 from aqnpipe.noise.injection.measurements import PhaseMeasurements
 from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES, audit_request, hidden_stream
 from aqnpipe.noise.injection.sites import ModelSites
