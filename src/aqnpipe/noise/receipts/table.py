@@ -325,7 +325,7 @@ class Rows:
 
     def row(
         self,
-        phase: TablePhase,
+        phase: Any,
         step: int | None = None,
         layer: int | None = None,
         operator: str = "",
