@@ -119,8 +119,9 @@ class PhaseMeasurements:
         clean, aqn = self._recorder.clean_norm_weights, self._recorder.requested.aqn
         if not clean or self._phase == "reference":
             return
-        has_noise = aqn is not None and aqn.targets != "hidden_states" and self._phase == "rollout"
-        calls = {name: call for call, name in enumerate(rms_norms(model, aqn.targets))} if aqn and has_noise else {}
+        calls: dict[str, int] = {}
+        if aqn is not None and aqn.targets != "hidden_states" and self._phase == "rollout":
+            calls = {name: call for call, name in enumerate(rms_norms(model, aqn.targets))}
         seed, step, row = self._position.seed, self._position.step, self.norms
         with exactly():
             for name, module in model.named_modules():
