@@ -29,8 +29,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import EvaluationPass, EvaluationReceipts, Receipt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 

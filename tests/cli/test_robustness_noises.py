@@ -9,8 +9,8 @@ from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.main import app
 from aqnpipe.config.noise import MantissaTruncation, NoiseSpec
 from aqnpipe.errors import AqnpipeError
-from aqnpipe.noise.receipts.cache_checks import cache_error
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.other_checks import cache_error
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 
 NOISES = {
     "truncated": {"operator_noise": {"error": {"kind": "mantissa_truncation", "mantissa_bits": 3}}},

@@ -12,7 +12,7 @@ from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.stage import compare, existing_evaluations
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 from aqnpipe.report.claims import sentence_text
 from aqnpipe.report.tables import analysis_text
 from aqnpipe.report.words import load_words

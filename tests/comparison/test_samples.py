@@ -12,7 +12,7 @@ from aqnpipe.artifacts.files import read_json, read_table, write_json, write_tab
 from aqnpipe.comparison.evaluations import EvaluationInput, load_evaluations
 from aqnpipe.comparison.stage import compare
 from aqnpipe.data.scoring import SCORERS
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationPass, EvaluationReceipts
 
 # (question, noise level, noise seed, sample, right, answered, cut off)
 ROWS = [

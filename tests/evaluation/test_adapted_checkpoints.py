@@ -12,8 +12,7 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ModelError
 from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.models.adapted import ADAPTERS_FILE
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
-from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts, Receipt
 
 LORA = {"rank": 4, "alpha": 8}
 

@@ -19,7 +19,7 @@ from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.models.adapters import adapter_weights
 from aqnpipe.models.loading import load_tokenizer, prepare_model
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 from aqnpipe.runtime.evaluation_workers import evaluation_runner
 from aqnpipe.training.checkpoints import CheckpointWriter
 from aqnpipe.training.policy import load_policy

@@ -13,7 +13,7 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.evaluation.stage import evaluate
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 
 NUM_QUESTIONS = 7
 

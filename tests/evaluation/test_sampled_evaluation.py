@@ -15,7 +15,7 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.generated import generate_problems
 from aqnpipe.evaluation.shards import sampling_of
 from aqnpipe.evaluation.stage import evaluate, pass_summary
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 
 NUM_QUESTIONS = 7
 

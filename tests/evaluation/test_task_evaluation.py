@@ -20,7 +20,7 @@ from aqnpipe.data.loader import load_problems
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ReceiptError
 from aqnpipe.evaluation.stage import evaluate
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.usefixtures("offline")

@@ -19,8 +19,7 @@ from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
-from aqnpipe.noise.receipts.merge import merge_states
-from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder, merge_states
 from aqnpipe.noise.receipts.table import AQN as AQN_ROW
 from aqnpipe.noise.receipts.table import SYNC, Row
 

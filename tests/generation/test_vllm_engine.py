@@ -28,7 +28,7 @@ from aqnpipe.generation.noisy_passes import PassNoise, TransformersPasses, pass_
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model
-from aqnpipe.noise.receipts.cache_checks import cache_error
+from aqnpipe.noise.receipts.other_checks import cache_error
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 

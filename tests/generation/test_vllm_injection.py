@@ -36,7 +36,7 @@ from aqnpipe.noise.injection import phase as phase_module
 from aqnpipe.noise.injection.phase import _RunningPhase
 from aqnpipe.noise.kernels.quantization import fake_quantize, round_as_cached
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.cache_checks import cache_error
+from aqnpipe.noise.receipts.other_checks import cache_error
 from aqnpipe.proof.audit import SINGLE_LAYERS, Audit
 from aqnpipe.seeding import derive_seed
 

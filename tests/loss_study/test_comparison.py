@@ -15,8 +15,7 @@ from aqnpipe.config.analysis import StatisticsConfig
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault
 from aqnpipe.errors import DataError
 from aqnpipe.loss_study.comparison import compare_losses
-from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
-from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import LossStudyPass, LossStudyReceipts, Receipt
 from aqnpipe.noise.receipts.table import AQN, Row
 from aqnpipe.report.words import load_words
 

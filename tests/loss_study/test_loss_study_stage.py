@@ -19,7 +19,7 @@ from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.loss_study import stage
 from aqnpipe.loss_study.stage import loss_passes, loss_study, noised_layers
 from aqnpipe.models.loading import load_model
-from aqnpipe.noise.receipts.loss_study_receipt import LossStudyReceipts
+from aqnpipe.noise.receipts.receipt import LossStudyReceipts
 
 NUM_TEXTS = 4
 FAULT = {"type": "dead_zone", "layer": 1, "magnitude": 0.5}

@@ -21,7 +21,7 @@ CASES = {
 }
 
 
-SUMS = ("error_sum", "squares", "rounding_squares", "relative_squares", "largest_deviation")
+SUMS = ("error_sum", "squares", "rounding_squares", "largest_deviation")
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def trained_step(model, ids, **arguments):
 
 
 def counted(receipt, what):
-    return sum(number for (_, _, why), number in receipt.counts.items() if why == what)
+    return receipt.outcomes()[what]
 
 
 # -- what it does ------------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from aqnpipe.comparison.evaluations import EvaluationInput
 from aqnpipe.config.noise import AdaptiveNoise, OperatorNoise, RelativeGaussian
 from aqnpipe.config.study import Study
 from aqnpipe.data.scoring import SCORERS
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
-from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import EvaluationPass, EvaluationReceipts, Receipt
 from aqnpipe.noise.receipts.table import SYNC, Row
 from aqnpipe.noise.schedule import sigma_at
 from aqnpipe.seeding import derive_seed
@@ -124,8 +123,6 @@ def receipt(
                     phase,
                     passes=10,
                     compared=0 if phase == "backward" else 51200,
-                    relative_squares=(requested * 1.001) ** 2,
-                    relative_elements=1,
                     audited_passes={"several tokens": 14} if requested else {},
                     recomputed=8960 if requested else 0,
                     largest_deviation=0.21 if requested else 0.0,

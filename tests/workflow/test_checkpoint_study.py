@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table
 from aqnpipe.config.model import builtin_folder
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 
 pytestmark = pytest.mark.slow
 

@@ -28,8 +28,7 @@ from aqnpipe.artifacts.files import read_json, read_table, read_yaml
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.cli.results import report_on_existing_results
 from aqnpipe.cli.study import open_study
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
-from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts, Receipt
 
 ROOT = Path(__file__).parents[2]
 SNAKEMAKE = Path(sys.executable).with_name("snakemake")

@@ -24,7 +24,7 @@ from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.study import CHECKPOINTS
 from aqnpipe.data.scoring import SCORERS
 from aqnpipe.errors import DataError
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 from aqnpipe.statistics.clusters import Batches, Clusters
 
 PASS_KEYS = ["question_id", "noise_level", "noise_seed"]

@@ -28,8 +28,7 @@ from aqnpipe.data.harness_task import HarnessTask, question_id
 from aqnpipe.models.loading import sha256_of_digests
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
 from aqnpipe.models.untrained import is_untrained
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
-from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts, Receipt
 from aqnpipe.noise.schedule import with_custom_sigmas
 
 Checkpoint = tuple[str, str, int, int]

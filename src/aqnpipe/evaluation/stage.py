@@ -35,7 +35,7 @@ from aqnpipe.evaluation.audit.weights import differing_weight, digests_in_memory
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, local_shard_runner, noise_of, shards_of
 from aqnpipe.generation.backend import Completion
 from aqnpipe.models.loading import file_digests, load_model, load_tokenizer, refuse_removed
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationPass, EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationPass, EvaluationReceipts
 
 _UNOBSERVED = ("prompts as the model reads them", "choice of tokens", "responses computed again")
 """Steps that the harness does by itself, and that the audit of an evaluation does not observe."""

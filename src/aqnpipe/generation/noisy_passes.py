@@ -14,10 +14,9 @@ from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, norms_sha256, num_rms_norms
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.merge import merge_states
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import RecorderState
-from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder, merge_states
 
 
 class PassNoise(NoiseSpec):

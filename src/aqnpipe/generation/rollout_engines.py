@@ -21,8 +21,7 @@ from aqnpipe.models.sharding import gathered_weights
 from aqnpipe.noise.aqn import noised_rollout
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.merge import merge_states
-from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder, merge_states
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from aqnpipe.artifacts.runs import RunRecord, StageFiles, record_problems
 from aqnpipe.config.analysis import Direction, StatisticsConfig
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.errors import DataError
-from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
+from aqnpipe.noise.receipts.receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.clusters import Clusters, neighbours_vary_together
 from aqnpipe.statistics.crossed_effects import Estimate, estimate_difference

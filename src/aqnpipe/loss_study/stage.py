@@ -29,7 +29,7 @@ from aqnpipe.models.verification import refuse_other_weights
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.control_layers import control_layers
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.loss_study_receipt import LossStudyPass, LossStudyReceipts
+from aqnpipe.noise.receipts.receipt import LossStudyPass, LossStudyReceipts
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 

@@ -34,9 +34,8 @@ from aqnpipe.machine.places import CALLS_PER_VISIT, OTHER_NODES, Operator, Place
 from aqnpipe.machine.quantized import QuantizedOperands, mark_weights
 from aqnpipe.models.layout import is_norm, is_rms_norm
 from aqnpipe.models.parts import PlaceHook
-from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.error_models import apply_error_, root_mean_squares
 from aqnpipe.noise.kernels.fixed import add_fixed_gaussian_
-from aqnpipe.noise.kernels.measured import root_mean_squares
 from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import AdaptiveNoise, Phase
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, layer_of, norms_sha256, rms_norms, weight_of
+from aqnpipe.noise.audit.expected_values import wrong_weights
 from aqnpipe.noise.audit.random_numbers import key_at_step
-from aqnpipe.noise.audit.weight_check import wrong_weights
 from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
 from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder

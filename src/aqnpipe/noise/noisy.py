@@ -136,6 +136,11 @@ def _with_figures(model: Any, error: MeasuredError, operators: str, backward: bo
     """Return a measured error with its figures. Raises ConfigError for arguments that it cannot have."""
     if backward or operators != "matmul":
         raise ConfigError("noisy: a measured error is of matmul operators in forward passes, found other arguments")
+    return with_figures_of(model, error)
+
+
+def with_figures_of(model: Any, error: MeasuredError) -> MeasuredError:
+    """Return a measured error with its figures; ConfigError if the parity is of another model than this decoder."""
     refuse_norms_without_weight(model)
     dtype: Any = str(next(model.parameters()).dtype).removeprefix("torch.")
     config = model.config

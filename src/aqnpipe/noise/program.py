@@ -34,16 +34,13 @@ from aqnpipe.config.noise import FakeQuantization, Fault, OperatorSet, OutputErr
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.operators import ELEMENTWISE, NOISED
-from aqnpipe.models.layout import (
-    decoder_layers,
-    output_projection,
-    refuse_norms_without_weight,
-)
+from aqnpipe.models.layout import decoder_layers, output_projection
 from aqnpipe.models.parts import PlaceHook, parts_of
 from aqnpipe.models.sites import site_module
 from aqnpipe.noise.injection.faults import FaultHook
 from aqnpipe.noise.kernels.stream import NoiseStream
-from aqnpipe.noise.receipts.table import Place, Row, fault_operator
+from aqnpipe.noise.noisy import with_figures_of
+from aqnpipe.noise.receipts.table import Row, fault_operator
 from aqnpipe.proof.audit import Audit
 from aqnpipe.proof.observation import watch_backward
 from aqnpipe.proof.receipt import MachineReceipt
@@ -146,7 +143,7 @@ class _Program:
         self.receipt = MachineReceipt(
             settings.requested, np.random.default_rng(derive_seed(settings.seed, "exec audit"))
         )
-        self._faults = list(map(self.receipt.row, _places_of(settings.faults)))
+        self._faults = _rows_of(settings.faults, self.receipt)
         error = with_figures(settings.error) if isinstance(settings.error, MeasuredError) else settings.error
         places: dict[str, Any] = {"error": error, "operators": self._operators, "errors": self._errors}
         asked = settings.requested._replace(selected=self._selected, **places)
@@ -251,12 +248,7 @@ class _Program:
         layers = _layers_of(model)
         if layers is None or not isinstance(self._settings.error, MeasuredError):
             return {}
-        refuse_norms_without_weight(model)
-        dtype: Any = str(next(model.parameters()).dtype).removeprefix("torch.")
-        config = model.config
-        error = with_figures(
-            self._settings.error, dtype=dtype, attention=config._attn_implementation, config=config.to_dict()
-        )
+        error = with_figures_of(model, self._settings.error)
         found: dict[nn.Module, PlacedError] = {layer: error.in_layer(index) for index, layer in enumerate(layers)}
         return found | {output_projection(model): error.in_layer(None)}
 
@@ -376,8 +368,8 @@ def _first_projection(layer: nn.Module, site: str) -> nn.Module | None:
     return next((named[name] for name in _FIRST_PROJECTIONS if name in named), None)
 
 
-def _places_of(faults: Sequence[Fault]) -> list[Place]:
-    return [Place("forward", layer=fault.layer, operator=fault_operator(n)) for n, fault in enumerate(faults)]
+def _rows_of(faults: Sequence[Fault], receipt: MachineReceipt) -> list[Row]:
+    return [receipt.row("forward", None, fault.layer, fault_operator(n)) for n, fault in enumerate(faults)]
 
 
 def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt, list[Row], int, int]:
@@ -390,5 +382,4 @@ def read_receipts(folder: Path, machine: ProgramMachine) -> tuple[MachineReceipt
         written = _Written.model_validate_json(path.read_bytes())
         num_processes += any(row.outcomes or (row.fault >= 0 and (row.calls or row.passes)) for row in written.rows)
         total.include(written.rows)
-    faults = list(map(total.row, _places_of(machine.faults)))
-    return total, faults, num_processes, len(list(folder.glob(f"*{_BEHIND}")))
+    return total, _rows_of(machine.faults, total), num_processes, len(list(folder.glob(f"*{_BEHIND}")))

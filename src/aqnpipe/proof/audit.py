@@ -332,9 +332,7 @@ class Audit(OperatorAudit):
         with self.exactly():
             tried = (compare(found, error, Draws.of(key, *number), result.dtype) for number in numbers)
             seen = best_explained(tried)
-        self.receipt.add(cell, **seen)
-        if self.on_compared is not None:
-            self.on_compared(cell, found, error, result.dtype)
+        self._record(cell, found, error, result.dtype, seen)
 
     def _number_of_thread(self) -> int:
         name = threading.current_thread().name.encode("utf-8")

@@ -64,18 +64,26 @@ def compare(sampled: Sampled, error: AppliedError, draws: Draws, dtype: torch.dt
         # The function computes in float32; the rounding of its argument is no error.
         expected = np.where(np.abs(expected - exact) <= 2.0**-22 * np.abs(exact), exact, expected)
     requested, seen = (expected - exact)[usable] / unit, (found - exact)[usable] / unit
+    if not is_random:
+        # Rounding hides the size; the values are bounded above.
+        requested = np.zeros_like(requested)
+    columns = _columns(deviation, requested, seen) | {"hidden_squares": float((rounding * rounding).sum())}
+    if isinstance(error, CustomError):
+        # In the quantity of its announced size.
+        whole = np.where(exact == 0, np.inf, exact) if is_relative else np.ones_like(exact)
+        columns["own_squares"] = float((((expected - exact) / whole)[usable] ** 2).sum())
+    return columns
+
+
+def _columns(deviation: FloatArray, requested: FloatArray, seen: FloatArray) -> Columns:
+    """Return the columns of errors that were requested and seen; a `deviation` above 1 is a wrong value."""
     return {
-        "recomputed": int(usable.sum()),
+        "recomputed": len(deviation),
         "wrong": int((deviation > 1).sum()),
         "largest_deviation": float(deviation.max(initial=0.0)),
-        # Of an error without random numbers, rounding hides the size; its values are bounded above.
-        "found_expected": float((seen * requested).sum()) if is_random else 0.0,
-        "requested_squares": float((requested * requested).sum()) if is_random else 0.0,
+        "found_expected": float((seen * requested).sum()),
+        "requested_squares": float((requested * requested).sum()),
         "found_squares": float((seen * seen).sum()),
-        "hidden_squares": float((rounding * rounding).sum()),
-        "own_squares": _error_squared(exact[usable], expected[usable], error)
-        if isinstance(error, CustomError)
-        else 0.0,
     }
 
 
@@ -128,12 +136,6 @@ def _expected_around(
     return found[0], found[1], found[2], allowed[1]
 
 
-def _error_squared(exact: FloatArray, expected: FloatArray, error: CustomError) -> float:
-    """Return the sum of squares of a user's own error, in the quantity of its announced size."""
-    unit = np.where(exact == 0, np.inf, exact) if error.quantity == "relative" else 1.0
-    return float((((expected - exact) / unit) ** 2).sum())
-
-
 def _as_distributions(
     expected: FloatArray, tolerance: FloatArray, length: int, dtype: torch.dtype
 ) -> tuple[FloatArray, FloatArray]:
@@ -151,11 +153,4 @@ def _compare_expected(sampled: Sampled, expected: FloatArray) -> Columns:
     usable = np.isfinite(expected) & np.isfinite(sampled.found)
     deviation = (np.abs(sampled.found - expected) / unit)[usable]
     requested, seen = ((values - sampled.exact)[usable] / unit[usable] for values in (expected, sampled.found))
-    return {
-        "recomputed": int(usable.sum()),
-        "wrong": int((deviation > 1).sum()),
-        "largest_deviation": float(deviation.max(initial=0.0)),
-        "found_expected": float((seen * requested).sum()),
-        "requested_squares": float((requested * requested).sum()),
-        "found_squares": float((seen * seen).sum()),
-    }
+    return _columns(deviation, requested, seen)

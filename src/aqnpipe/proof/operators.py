@@ -21,11 +21,10 @@ from aqnpipe.config.noise import (
     RelativeGaussian,
     is_fixed,
 )
-from aqnpipe.noise.audit.classification import escape, is_known
-from aqnpipe.noise.audit.operation_counts import operations_of
+from aqnpipe.noise.audit.classification import escape, is_known, operations_of
 from aqnpipe.noise.audit.random_numbers import Draws, derived_key
 from aqnpipe.noise.receipts.table import Place
-from aqnpipe.proof.comparison import compare, compare_exact
+from aqnpipe.proof.comparison import Columns, compare, compare_exact
 from aqnpipe.proof.elementwise import ELEMENTWISE
 from aqnpipe.proof.linear import values_of
 from aqnpipe.proof.modules import MODULE_ERROR, MODULE_STREAM, compare_module
@@ -228,9 +227,13 @@ class OperatorAudit:
             draws, error = Draws.of(key, call, MODULE_STREAM), requested.error
             found, seen = compare_module(error, requested.shards, exact, result, draws, self._draws, self._samples)
         cell = cell_of(self.request.stream, requested.where, requested.operator, result.dtype)
+        self._record(cell, found, error, result.dtype, seen)
+
+    def _record(self, cell: Place, found: Sampled, error: Any, dtype: torch.dtype, seen: Columns) -> None:
+        """Record what was seen of a compared result of `dtype`."""
         self.receipt.add(cell, **seen)
         if self.on_compared is not None:
-            self.on_compared(cell, found, error, result.dtype)
+            self.on_compared(cell, found, error, dtype)
 
     def _classify(
         self, observation: Observation, function: Any, kind: _Kind, args: Any, kwargs: Mapping[str, Any], result: Any
@@ -321,9 +324,7 @@ class OperatorAudit:
                 draws = Draws.of(key, call, stream + nth)
                 with self.exactly():
                     seen = compare(numbered, error, draws, results[nth].dtype)
-                self.receipt.add(cell, **seen)
-                if self.on_compared is not None:
-                    self.on_compared(cell, found, error, results[nth].dtype)
+                self._record(cell, found, error, results[nth].dtype, seen)
         observation.nth += len(sampled) - 1 if is_gradient else 0
         return True
 
@@ -366,9 +367,7 @@ class OperatorAudit:
         is_of_rows = offsets is None or [operand.dim() for operand in operands] == [2, 3]
         if sampled is not None and result.dim() > 1 and is_of_rows:
             found = with_rounded_factors(sampled, result, factors, error, is_gradient, offsets)
-            self.receipt.add(cell, **compare(found, error, Draws.of(0, 0, 0), result.dtype))
-            if self.on_compared is not None:
-                self.on_compared(cell, found, error, result.dtype)
+            self._record(cell, found, error, result.dtype, compare(found, error, Draws.of(0, 0, 0), result.dtype))
         return True
 
     def _is_noised(self, operator: str, arguments: Mapping[str, Any], part: int, is_gradient: bool) -> bool:
@@ -401,12 +400,12 @@ class OperatorAudit:
         sampled = self._sample_of(operator, dict(enumerate(factors)), result)
         cell = cell_of(phase, OUTSIDE, operator, result.dtype)
         for found in sampled:
-            with self.exactly():
+            self.receipt.add(cell, products=1)
+            if found is not None:
                 draws = Draws.of(self._key(phase, 0, self._outside), 0, 0) if is_fixed(error) else Draws.of(*source)
-                seen = {} if found is None else compare(found, error, draws, result.dtype)
-            self.receipt.add(cell, products=1, **seen)
-            if found is not None and self.on_compared is not None:
-                self.on_compared(cell, found, error, result.dtype)
+                with self.exactly():
+                    seen = compare(found, error, draws, result.dtype)
+                self._record(cell, found, error, result.dtype, seen)
 
     def _sample_of(self, operator: str, arguments: Arguments, result: Any) -> list[Sampled | None]:
         """Return recomputed samples of an operator's noised results, in the order in which it noised them."""

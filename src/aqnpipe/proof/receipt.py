@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from aqnpipe.errors import ReceiptError
-from aqnpipe.noise.receipts.table import Place, Row, Shown, grouped
+from aqnpipe.noise.receipts.table import Place, Row, Rows, Shown, grouped
 from aqnpipe.proof.elementwise import ELEMENTWISE
 from aqnpipe.proof.request import AuditRequest
 
@@ -29,36 +30,30 @@ def cell_of(phase: str, path: str, operator: str, dtype: torch.dtype) -> Place:
     return Place(phase, operator=operator, path=path, dtype=str(dtype).removeprefix("torch."))
 
 
-class MachineReceipt(Shown):
+class MachineReceipt(Shown, Rows):
     """Request to a machine, and the table of what the machine counted and the audit computed again.
 
     Its rows are about places by path, operators, and phases; `forward` and `backward` are the rows of the phases.
     """
 
     def __init__(self, requested: AuditRequest, draws: np.random.Generator) -> None:
+        super().__init__()
         self.requested = requested
         # The audit's own: which passes it observes, and which elements.
         self.draws = draws
-        self.rows: dict[Place, Row] = {}
-        self.forward = self.row(Place(requested.stream))
-        self.backward = self.row(Place("backward"))
+        self.forward = self.row(requested.stream)
+        self.backward = self.row("backward")
         self._lock = threading.Lock()
-
-    def row(self, place: Place) -> Row:
-        """Return the row of a place, an empty one if nothing was seen there."""
-        if place not in self.rows:
-            self.rows[place] = Row(*place)
-        return self.rows[place]
 
     def add(self, place: Place, **columns: Any) -> None:
         """Add to columns of the row of a place."""
         with self._lock:
-            self.row(place).add(**columns)
+            self.row(*place).add(**columns)
 
     def include(self, rows: Iterable[Row]) -> None:
         """Add the rows of another receipt of the same request."""
         for row in rows:
-            self.row(row.place).include([row])
+            self.row(*row.place).include([row])
 
     def count(self, counts: Mapping[tuple[str, str, str], int]) -> None:
         """Add the machine's counts of products, by (phase, operator, what happened)."""
@@ -80,14 +75,13 @@ class MachineReceipt(Shown):
         found.sort(key=lambda place: (place.phase, place.path, place.operator, place.dtype))
         return {place: self.rows[place] for place in found}
 
-    @property
-    def counts(self) -> dict[tuple[str, str, str], int]:
-        """The machine's counts."""
-        return {
-            (place.phase, place.operator, what): number
-            for place, row in list(self.rows.items())
-            for what, number in row.outcomes.items()
-        }
+    def outcomes(self, phase: str | None = None, operators: Container[str] | None = None) -> Counter[str]:
+        """Return the machine's counts of products, by what happened to them; default: in all phases and operators."""
+        found: Counter[str] = Counter()
+        for place, row in list(self.rows.items()):
+            if phase in (None, place.phase) and (operators is None or place.operator in operators):
+                found.update(row.outcomes)
+        return found
 
     @property
     def passes(self) -> int:
@@ -102,12 +96,12 @@ class MachineReceipt(Shown):
     @property
     def products(self) -> int:
         """Number of products that the replaced kernels computed."""
-        return sum(number for (_, _, what), number in self.counts.items() if what not in _NO_PRODUCTS)
+        return sum(number for what, number in self.outcomes().items() if what not in _NO_PRODUCTS)
 
     @property
     def noised(self) -> int:
         """Number of products with an error."""
-        return sum(number for (_, _, what), number in self.counts.items() if what == "noised")
+        return self.outcomes()["noised"]
 
     @property
     def recomputed_numbers(self) -> int:
@@ -130,9 +124,9 @@ class MachineReceipt(Shown):
         found = [*self._missing(), *self._wrong(), *self._of_another_size()]
         escapes = sorted((row.operator, row.escaped) for row in self.rows.values() if row.escaped)
         found += [f"{number} calls of {what} had no error" for what, number in escapes]
-        for (phase, operator, what), number in sorted(self.counts.items()):
-            if what in _REFUSED:
-                found.append(f"{phase}: {number} calls of {operator} {_REFUSED[what]}")
+        for row in sorted(self.rows.values(), key=lambda row: (row.phase, row.operator)):
+            refused = sorted(row.outcomes.keys() & _REFUSED.keys())
+            found += [f"{row.phase}: {row.outcomes[what]} calls of {row.operator} {_REFUSED[what]}" for what in refused]
         return found + sorted(self.forward.contradictions)
 
     def forward_problems(self) -> list[str]:
@@ -145,21 +139,16 @@ class MachineReceipt(Shown):
             raise ReceiptError("; ".join(problems))
         return self
 
-    def _missing(self) -> Iterable[str]:
+    def _missing(self) -> Iterator[str]:
         for phase in self.requested.phases:
-            if not any(number for (seen, _, what), number in self.counts.items() if seen == phase and what == "noised"):
-                seen = sum(number for (of, _, _), number in self.counts.items() if of == phase)
-                yield f"{phase}: no product had the requested error, of {seen} that were seen"
+            outcomes = self.outcomes(phase)
+            if not outcomes["noised"]:
+                yield f"{phase}: no product had the requested error, of {outcomes.total()} that were seen"
             elif not any(seen.recomputed for cell, seen in self.cells.items() if cell.phase == phase):
                 yield f"{phase}: no result was recomputed, so nothing is proven; expected a call of the model" + (
                     " and of backward() in the context" if phase == "backward" else " in the context"
                 )
-
-        if self.requested.elementwise and not any(
-            number
-            for (_, operator, what), number in self.counts.items()
-            if what == "noised" and operator in ELEMENTWISE
-        ):
+        if self.requested.elementwise and not self.outcomes(operators=ELEMENTWISE)["noised"]:
             yield "no softmax, activation or norm had the requested error; expected a model with layers that have some"
 
     def wrong_values(self, phase: str) -> Iterator[str]:
@@ -182,7 +171,7 @@ class MachineReceipt(Shown):
                 if abs(size - 1) > allowed:
                     yield f"{seen.operator} ({seen.dtype}): the error found is {size:.2f} times the requested one"
 
-    def _wrong(self) -> Iterable[str]:
+    def _wrong(self) -> Iterator[str]:
         for phase in sorted({cell.phase for cell in self.cells}):
             yield from (f"{phase}: {line}" for line in self.wrong_values(phase))
         for phase, dtype in sorted({(cell.phase, cell.dtype) for cell in self.cells}):
@@ -193,22 +182,19 @@ class MachineReceipt(Shown):
                     f"times the requested one, with a standard error of {whole.size_error:.2f}"
                 )
 
-    def _of_another_size(self) -> Iterable[str]:
+    def _of_another_size(self) -> Iterator[str]:
         """Yield the phases in which a user's own error changed nothing, or has another size than was announced."""
         own = self.requested.custom
         if own is None:
             return
         for phase in self.requested.phases:
-            changed = [number for (seen, _, what), number in self.counts.items() if (seen, what) == (phase, CHANGED)]
-            if changed and not any(changed):
+            outcomes, total = self.outcomes(phase), _sum(row for row in self.cells.values() if row.phase == phase)
+            if CHANGED in outcomes and not outcomes[CHANGED]:
                 yield f"{phase}: {own.function} changed no value"
-                continue
-            total = _sum(seen for cell, seen in self.cells.items() if cell.phase == phase)
-            if not total.recomputed:
-                continue
-            size = math.sqrt(total.own_squares / total.recomputed)
-            if problem := own.size_problem(size, total.recomputed, "values"):
-                yield f"{phase}: {problem}"
+            elif total.recomputed:
+                size = math.sqrt(total.own_squares / total.recomputed)
+                if problem := own.size_problem(size, total.recomputed, "values"):
+                    yield f"{phase}: {problem}"
 
     def _by_operator(self) -> list[Row]:
         found = grouped(replace(row, path="") for row in self.cells.values())
@@ -240,11 +226,8 @@ class MachineReceipt(Shown):
 
     def without_error(self) -> dict[str, int]:
         """Return the number of products that had no error, by why."""
-        found: dict[str, int] = {}
-        for (_, _, what), number in self.counts.items():
-            if what != "noised" and what not in _NO_PRODUCTS:
-                found[what] = found.get(what, 0) + number
-        return found
+        others = ("noised", *_NO_PRODUCTS)
+        return {what: number for what, number in self.outcomes().items() if what not in others}
 
 
 CHANGED = "changed elements"

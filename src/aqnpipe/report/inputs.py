@@ -28,8 +28,7 @@ from aqnpipe.artifacts.published import PublishedCheck
 from aqnpipe.artifacts.runs import CustomRewardMetrics, RunRecord, TrainingMetrics, has_digest, record_problems
 from aqnpipe.config.plan import StudyPlan, sigmas_name
 from aqnpipe.errors import DataError
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
-from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts, Receipt
 
 Content = TypeVar("Content")
 Json = TypeVar("Json", bound=BaseModel)

@@ -21,7 +21,7 @@ from aqnpipe.config.noise import (
     ScaledError,
 )
 from aqnpipe.config.study import Study
-from aqnpipe.noise.receipts.cache_checks import cache_error
+from aqnpipe.noise.receipts.other_checks import cache_error
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.table import CACHE, Row
 from aqnpipe.report import numbers, tables
@@ -198,8 +198,7 @@ def _phase_row(receipt: Receipt, record: Row, words: Words) -> dict[str, Any]:
     requested = [noise for noise in _noises(receipt) if record.phase in noise.phases]
     measured = [cell for cell in _cells(receipt) if cell.phase == record.phase]
     on_operators = any(not isinstance(noise, CacheNoise) for noise in requested)
-    key, value = ("scale", record.reference_scale) if on_operators else ("difference", record.largest_difference)
-    reference_check = words(f"receipts.reference_check.{key}", value=value, elements=record.compared)
+    reference_check = words("receipts.reference_check", value=record.largest_difference, elements=record.compared)
     unrequested = not on_operators and bool(record.calls)
     found = bool(record.escaped) or bool(record.contradictions)
     return {
@@ -209,7 +208,7 @@ def _phase_row(receipt: Receipt, record: Row, words: Words) -> dict[str, Any]:
         "calls": record.calls,
         "noised_share": record.noised_share,
         "recomputed_numbers": _recomputed_text(record, words),
-        "reference_check": reference_check if record.compared else None,
+        "reference_check": reference_check if record.compared and not on_operators else None,
         "alert": found or unrequested or bool(requested and not measured),
     }
 

@@ -35,8 +35,8 @@ from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRollou
 from aqnpipe.models.layout import is_mixture_of_experts
 from aqnpipe.models.loading import load_tokenizer, weights_sha256
 from aqnpipe.models.sharding import shard_model
-from aqnpipe.noise.receipts.merge import merged_receipt
 from aqnpipe.noise.receipts.receipt import Receipt
+from aqnpipe.noise.receipts.recorder import merged_receipt
 from aqnpipe.noise.receipts.table import Row
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.breakdown import BreakdownGuard

@@ -14,7 +14,7 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.stage import prepare_data
 from aqnpipe.evaluation.stage import evaluate
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 
 FEW = {"num_questions": 9, "noise_seeds": (0,)}
 """Two batches, one of a single row."""

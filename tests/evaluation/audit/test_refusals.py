@@ -27,7 +27,7 @@ from aqnpipe.generation.kv_cache import InPlaceLayer
 from aqnpipe.generation.noisy_passes import TransformersPasses
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.models.loading import load_tokenizer
-from aqnpipe.noise.receipts.evaluation_receipt import EvaluationReceipts
+from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 
 NUM_QUESTIONS = 12
 TINY = builtin_folder("tiny")

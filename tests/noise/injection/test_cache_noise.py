@@ -20,7 +20,7 @@ from aqnpipe.models.layout import decoder_layers
 from aqnpipe.noise.injection import phase as phase_module
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.kernels.quantization import round_as_cached
-from aqnpipe.noise.receipts.cache_checks import cache_error
+from aqnpipe.noise.receipts.other_checks import cache_error
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 KEY = NoiseKey(seed=0, step=0)

@@ -7,8 +7,8 @@ import torch
 from aqnpipe.config.measured_noise import ErrorFigures, OperatorError
 from aqnpipe.noise.audit.expected_values import expected_values, measured_size
 from aqnpipe.noise.audit.random_numbers import Draws
+from aqnpipe.noise.kernels.error_models import add_measured_, root_mean_squares
 from aqnpipe.noise.kernels.gaussian import standard_normal
-from aqnpipe.noise.kernels.measured import add_measured_, root_mean_squares
 from aqnpipe.noise.kernels.stream import NoiseStream
 
 SOURCE = NoiseStream(5, 3, 0)

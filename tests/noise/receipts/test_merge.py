@@ -10,9 +10,8 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.merge import merge_states, merged_receipt
 from aqnpipe.noise.receipts.receipt_content import RecorderState
-from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder, merge_states, merged_receipt
 
 NOISE = OperatorNoise.model_validate({"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}})
 SCHEDULE = {"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.05}

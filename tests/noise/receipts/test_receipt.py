@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from aqnpipe.config.noise import ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
+from aqnpipe.config.noise import FakeQuantization, ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.audit import expected_values
@@ -243,6 +243,13 @@ def test_operations_without_noise_are_refused_where_all_were_to_have_it(honest, 
 def test_gradients_that_are_zero_as_they_should_be_have_no_size(phase, zeros, problems):
     error = RelativeGaussian(scale=0.05)
     cell = Row(phase, None, 1, "_softmax_backward_data", error, zeros=zeros, calls=4, elements=64)
+    assert len(size_problems(cell)) == problems
+
+
+@pytest.mark.parametrize(("size", "problems"), [(0.0, 1), (0.1, 0), (1.0, 1)])
+def test_a_quantization_changes_results_and_by_less_than_their_size(size, problems):
+    error = FakeQuantization(format="mxfp4")
+    cell = Row("rollout", None, 1, "mm", error=error, calls=4, measured_elements=64, squares=64 * size**2)
     assert len(size_problems(cell)) == problems
 
 

@@ -42,8 +42,7 @@ from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.norms import ATTENTION, SUM
 from aqnpipe.models.caches import Replace, Update
 from aqnpipe.models.layout import layer_of
-from aqnpipe.noise.injection.faults import ActiveFaults
-from aqnpipe.noise.injection.hooks import keep, on_input, on_output
+from aqnpipe.noise.injection.faults import ActiveFaults, keep, on_input, on_output
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.kernels.shards import Shard

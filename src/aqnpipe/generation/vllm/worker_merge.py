@@ -10,9 +10,8 @@ from typing import Any
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.injection.requested import FORWARD_KINDS
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.merge import differing, label, paired, problems_of_workers, refuse
 from aqnpipe.noise.receipts.receipt_content import RecorderState
-from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.noise.receipts.recorder import ReceiptRecorder, differing, label, paired, problems_of_workers, refuse
 from aqnpipe.noise.receipts.table import Row, grouped
 
 Shares = Mapping[str, Iterable[Shard]]
@@ -20,7 +19,7 @@ Shares = Mapping[str, Iterable[Shard]]
 
 _AUDITED = (
     "audited_whole", "recomputed", "wrong", "largest_deviation", "contradictions", "compared", "largest_difference",
-    "relative_elements", "relative_squares", "escaped",
+    "escaped",
 )  # fmt: skip
 """Columns that every worker adds to. A pass of the model, or of a layer, is one, however many workers computed it."""
 

@@ -13,134 +13,38 @@ Element-wise operations can also form a product, as in `(x * W).sum(-1)`. A matr
 therefore be used only in noised calls. Views, copies and selections of the parameter count as the parameter, and so
 does what is computed from such parameters alone. Out of reach are products outside torch, and element-wise ones with a
 buffer or another tensor that is no parameter: rotary embeddings and masks are of this kind.
+
+Floating-point operations are counted from the same calls.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-_NO_PRODUCTS = frozenset(
-    {
-        "_local_scalar_dense",
-        "_log_softmax",
-        "_softmax",
-        "_to_copy",
-        "_unsafe_view",
-        "arange",
-        "bernoulli",
-        "bernoulli_",
-        "argsort",
-        "bincount",
-        "cat",
-        "clone",
-        "constant_pad_nd",
-        "copy_",
-        "cummax",
-        "cummin",
-        "cumsum",
-        "detach",
-        "detach_",
-        "diff",
-        "embedding",
-        "exponential_",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "eye",
-        "fill_",
-        "flip",
-        "floor_divide",
-        "full",
-        "full_like",
-        "gather",
-        "histc",
-        "index",
-        "index_add",
-        "index_add_",
-        "index_copy_",
-        "index_put",
-        "index_put_",
-        "index_select",
-        "item",
-        "kthvalue",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "masked_fill",
-        "masked_fill_",
-        "masked_scatter",
-        "masked_select",
-        "median",
-        "multinomial",
-        "native_dropout",
-        "native_group_norm",
-        "native_layer_norm",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "nonzero",
-        "normal_",
-        "one_hot",
-        "ones",
-        "ones_like",
-        "polar",
-        "rand",
-        "random_",
-        "rand_like",
-        "randint",
-        "randn",
-        "randn_like",
-        "repeat",
-        "repeat_interleave",
-        "resize_",
-        "roll",
-        "rms_norm",
-        "scalar_tensor",
-        "scatter",
-        "scatter_",
-        "scatter_add",
-        "scatter_add_",
-        "scatter_reduce",
-        "select_scatter",
-        "slice_scatter",
-        "sort",
-        "split_with_sizes_copy",
-        "stack",
-        "topk",
-        "uniform_",
-        "tril",
-        "tril_indices",
-        "triu",
-        "triu_indices",
-        "unique_consecutive",
-        "unique_dim",
-        "zero_",
-        "zeros",
-        "zeros_like",
-        "_fused_rms_norm",
-        "_unique2",
-    }
-)
+_NO_PRODUCTS = frozenset((
+    "_local_scalar_dense", "_log_softmax", "_softmax", "_to_copy", "_unsafe_view", "arange", "bernoulli",
+    "bernoulli_", "argsort", "bincount", "cat", "clone", "constant_pad_nd", "copy_", "cummax", "cummin", "cumsum",
+    "detach", "detach_", "diff", "embedding", "exponential_", "empty", "empty_like", "empty_strided", "eye",
+    "fill_", "flip", "floor_divide", "full", "full_like", "gather", "histc", "index", "index_add", "index_add_",
+    "index_copy_", "index_put", "index_put_", "index_select", "item", "kthvalue", "lift_fresh", "lift_fresh_copy",
+    "masked_fill", "masked_fill_", "masked_scatter", "masked_select", "median", "multinomial", "native_dropout",
+    "native_group_norm", "native_layer_norm", "new_empty", "new_full", "new_ones", "new_zeros", "nonzero",
+    "normal_", "one_hot", "ones", "ones_like", "polar", "rand", "random_", "rand_like", "randint", "randn",
+    "randn_like", "repeat", "repeat_interleave", "resize_", "roll", "rms_norm", "scalar_tensor", "scatter",
+    "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "select_scatter", "slice_scatter", "sort",
+    "split_with_sizes_copy", "stack", "topk", "uniform_", "tril", "tril_indices", "triu", "triu_indices",
+    "unique_consecutive", "unique_dim", "zero_", "zeros", "zeros_like", "_fused_rms_norm", "_unique2",
+))  # fmt: skip
 """Operations of `torch.ops.aten` that multiply no matrices, besides views, element-wise operations and reductions."""
 
-_KEEPS_THE_PARAMETER = frozenset(
-    {
-        "_to_copy",
-        "_unsafe_view",
-        "cat",
-        "clone",
-        "copy_",
-        "detach",
-        "detach_",
-        "index",
-        "index_select",
-        "stack",
-        "repeat_interleave",
-    }
-)
+_KEEPS_THE_PARAMETER = frozenset((
+    "_to_copy", "_unsafe_view", "cat", "clone", "copy_", "detach", "detach_", "index", "index_select", "stack",
+    "repeat_interleave",
+))  # fmt: skip
 """Operations whose output contains the values of a parameter, besides views."""
 
 _OF_WEIGHTS = frozenset({"_weight_norm_interface"})
@@ -251,3 +155,64 @@ def _is_a_bias(name: str, inputs: Sequence[Tensor], output: Any, parameters: Mat
 def storage_of(tensor: Tensor) -> int:
     """Return a number that identifies the memory of a dense tensor among all live ones; 0 for a sparse tensor."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+# -- floating-point operations, from the shapes of what is computed ----------------------------------------------------
+
+_KERNELS = (
+    "flash_attention",
+    "flash_attention_for_cpu",
+    "efficient_attention",
+    "cudnn_attention",
+    "fused_attention_overrideable",
+)
+_ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{suffix}"): suffix == "_backward"
+    for kernel in _KERNELS
+    for suffix in ("", "_backward")
+}
+"""Attention by one operator; whether it is a backward pass."""
+
+_MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+
+
+def operations_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> int:
+    """Return the operations of one call of an operator: of matrix products, convolutions and attentions; else 0.
+
+    Uses the formulas of torch, and our own where torch has none (grouped products, attention on a CPU) or where they
+    depend on its version (attention in which several heads share keys).
+    """
+    packet = func.overloadpacket
+    if isinstance(output, Tensor) and not output.dtype.is_floating_point and not output.dtype.is_complex:
+        # Products of integers have no floating-point operations, and no noise.
+        return 0
+    if packet in _ATTENTION:
+        return _of_attention(args, is_backward=_ATTENTION[packet])
+    if packet in _MATRIX_PRODUCTS and args[-1].shape[-2] == 1:
+        # Nothing is summed: the rotary embedding multiplies frequencies and positions in this way.
+        return 0
+    if packet is torch.ops.aten._grouped_mm:
+        return _of_grouped_product(args[0], args[1])
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=output)) if formula is not None else 0
+
+
+def _of_attention(args: tuple[Any, ...], *, is_backward: bool) -> int:
+    """Return the operations of attention without regard to its mask: two products, or five in a backward pass.
+
+    `args` begin with the query [B, H, L, E], key [B, H', S, E] and value [B, H', S, V], in a backward pass after the
+    gradient of the output. A backward pass computes the scores again, and two gradients per product.
+    """
+    query, key, value = args[1:4] if is_backward else args[:3]
+    per_element = 3 * query.shape[-1] + 2 * value.shape[-1] if is_backward else query.shape[-1] + value.shape[-1]
+    return int(2 * query.shape[:-1].numel() * key.shape[-2] * per_element)
+
+
+def _of_grouped_product(left: Tensor, right: Tensor) -> int:
+    """Return the operations of `_grouped_mm`: each row of `left` [S, K] meets one of `right` [G, K, N].
+
+    Two matrices [M, S] and [S, N] are products of groups of S (the gradient of weights); [G, M, K] and [G, K, N] a
+    batch.
+    """
+    rows = left.shape[0] * left.shape[1] if left.ndim == 3 else left.shape[0]
+    return 2 * rows * left.shape[-1] * right.shape[-1]

@@ -6,6 +6,7 @@ belong to. A function that keeps a state, draws numbers of its own, or mixes ele
 """
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from aqnpipe.config.noise import (
     SystematicBias,
     TensorError,
 )
-from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray, derived_key, normals
+from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, IntArray, derived_key, key_at_step, normals
 
 _SIGNIFICAND_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _SMALLEST_EXPONENT = {torch.float64: -1021, torch.float32: -125, torch.float16: -13, torch.bfloat16: -125}
@@ -32,6 +33,11 @@ _NEARLY_LARGEST = 0.999
 _LARGE = 0.5
 _ROUNDED_ONCE = 0.5001
 _FLOAT32_STEPS = 2.0
+
+_AQN = "aqn"
+"""Stream of AQN's noise on weights."""
+
+_SAMPLED_WEIGHTS = 64
 
 
 def expected_values(
@@ -97,6 +103,23 @@ def deviations(
     found = np.where(np.isinf(allowed), np.where(is_large, 0.0, np.inf), found)
     found[np.isnan(found)] = np.inf
     return np.where((used == expected) | ~np.isfinite(clean), 0.0, found)
+
+
+def wrong_weights(
+    clean: Tensor, weight: Tensor, sigma: float, seed: int, step: int, call: int, rng: np.random.Generator
+) -> npt.NDArray[np.bool_]:
+    """Return which sampled elements of a norm's weight are not the clean ones with the noise of `step`.
+
+    `call`: number of the norm among the targets of AQN; `sigma`: 0 where it must be clean.
+    """
+    elements = rng.integers(weight.numel(), size=min(weight.numel(), _SAMPLED_WEIGHTS))
+    index = torch.from_numpy(elements)
+    used, before = (values.flatten()[index.to(values.device)].double().cpu().numpy() for values in (weight, clean))
+    if sigma == 0:
+        return used != before
+    draws = Draws.of(key_at_step(seed, _AQN, step), call, 0)
+    expected, allowed = expected_values(before, AbsoluteGaussian(scale=sigma), weight.dtype, draws, elements)
+    return deviations(before, used, expected, allowed, weight.dtype) > 1
 
 
 def measured_sigma(figures: ErrorFigures, clean: FloatArray, input_rms: FloatArray | None) -> FloatArray:

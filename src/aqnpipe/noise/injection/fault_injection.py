@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.models.parts import PlaceHook
-from aqnpipe.models.sites import site_module
-from aqnpipe.noise.injection.faults import ActiveFault
-from aqnpipe.noise.injection.hooks import keep, on_output
+from aqnpipe.noise.injection.faults import ActiveFault, keep, on_output
 from aqnpipe.noise.receipts.table import fault_operator
 
 if TYPE_CHECKING:
@@ -48,8 +46,8 @@ class FaultInjection:
         state: "_RunningPhase",
         active_faults: Sequence[ActiveFault],
         hidden_sigmas: Mapping[int, float],
-        find: Callable[[nn.Module, int, str], nn.Module] = site_module,
-        shared: SharedSite | None = None,
+        find: Callable[[nn.Module, int, str], nn.Module],
+        shared: SharedSite | None,
     ) -> None:
         self.state = state
         self._active_faults = active_faults

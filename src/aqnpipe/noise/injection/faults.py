@@ -4,12 +4,14 @@ m is the fault's magnitude, relative to a reference: max|h| (dead zone, saturati
 (bias), over the whole tensor of one call (all tokens, all channels, faulty or not). A dynamic reference is computed in
 each call. A cached one is kept from the first call, so that thresholds are absolute. For autograd the reference is a
 constant.
+
+Helpers for the hooks of all parts of an injection are at the end.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import ConfigDict
@@ -194,13 +196,9 @@ class FaultHook:
         self.active = ActiveFault(fault)
         self._call = call
 
-    def __call__(
-        self, module: nn.Module, args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]
-    ) -> Tensor | tuple[Tensor, ...]:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output of the site with the fault."""
-        if isinstance(output, tuple):
-            return (self.apply(output[0]), *output[1:])
-        return self.apply(output)
+        return on_output(self.apply, module, args, output)
 
     def apply(self, hidden: Tensor) -> Tensor:
         """Return a faulty output, and count it."""
@@ -233,3 +231,22 @@ def _faulty(hidden: Tensor, fault: Fault, reference: Tensor, generator: torch.Ge
 def _standard_normal(hidden: Tensor, generator: torch.Generator) -> Tensor:
     """Draw in float32 for every dtype of `hidden`, so that all dtypes get the same numbers."""
     return torch.randn(hidden.shape, generator=generator, device=hidden.device)
+
+
+def keep(stack: ExitStack, handle: Any) -> None:
+    """Remove the hook of `handle` when `stack` closes."""
+    stack.callback(handle.remove)
+
+
+def on_input(change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Apply `change` to a module's first argument; ModelError if that is not a tensor."""
+    if not args or not isinstance(args[0], Tensor):
+        raise ModelError(
+            f"{type(module).__name__} was called without a tensor as first argument; its input has no noise"
+        )
+    return (change(args[0]), *args[1:])
+
+
+def on_output(change: Callable[[Tensor], Tensor], module: nn.Module, args: Any, output: Any) -> Any:
+    """Apply `change` to a module's output, or to the first element of an output tuple."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

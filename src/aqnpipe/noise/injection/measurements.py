@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from aqnpipe.config.measured_noise import OperatorError
 from aqnpipe.config.noise import AppliedError, FakeQuantization, Phase, quantity_of, requested_size
 from aqnpipe.machine.machine import Noised
-from aqnpipe.models.layout import layer_of
-from aqnpipe.noise.audit.expected_values import measured_size, spacing
+from aqnpipe.models.layout import layer_of, rms_norms, weight_of
+from aqnpipe.noise.audit.expected_values import measured_size, spacing, wrong_weights
 from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, Position, key_at
-from aqnpipe.noise.audit.weight_check import compare_norms
 from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES, hidden_stream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Place, Row
@@ -40,7 +39,8 @@ class PhaseMeasurements:
     """Measurements of one phase. `receipt` is what its audit writes, and continues the earlier ones of the run.
 
     `modules`: the names of the modules with noise, in the order of their places. `noised_parts`: the parts of the model
-    with an error since they were entered. `sigma_of` returns the requested sigma of AQN on a norm.
+    with an error since they were entered. `norms`: what was found of norm weights. `sigma_of` returns the requested
+    sigma of AQN on a norm.
     """
 
     def __init__(
@@ -59,8 +59,7 @@ class PhaseMeasurements:
         self._modules = modules
         self._recorder = recorder
         self._sigma_of = sigma_of
-        self._norms = Row(phase)
-        self._differences: dict[Phase, Row] = {phase: Row(phase), "backward": Row("backward")}
+        self.norms = Row(phase)
         # The receipt of the study says what was requested; this one has rows alone.
         asked = AuditRequest(None, position.seed, position[1:4], phase, None, False)
         self.receipt = MachineReceipt(asked, np.random.default_rng(key_at(position, f"audit.{phase}")))
@@ -111,21 +110,30 @@ class PhaseMeasurements:
         row.add(elements=int((np.isfinite(found.found) & (found.exact != 0)).sum()), squares=seen["found_squares"])
         row.add(recomputed=seen["recomputed"], wrong=seen["wrong"])
 
-    def compare_norms(
-        self, model: nn.Module, forward: int, exactly: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """Compare the norm weights that a pass is about to read with the requested ones."""
-        position = self._position._replace(forward=forward)
+    def compare_norms(self, model: nn.Module, exactly: Callable[[], AbstractContextManager[None]]) -> None:
+        """Compare sampled weights of every RMSNorm that a pass is about to read with the requested ones.
+
+        In a rollout AQN's targets have the noise of the step, the same in all forwards of the rollout. Everywhere else
+        they are clean. Nothing is compared if the recorder does not know the clean weights.
+        """
+        clean, aqn = self._recorder.clean_norm_weights, self._recorder.requested.aqn
+        if not clean or self._phase == "reference":
+            return
+        calls: dict[str, int] = {}
+        if aqn is not None and aqn.targets != "hidden_states" and self._phase == "rollout":
+            calls = {name: call for call, name in enumerate(rms_norms(model, aqn.targets))}
+        seed, step, row = self._position.seed, self._position.step, self.norms
         with exactly():
-            compare_norms(
-                model,
-                self._phase,
-                position,
-                self._recorder,
-                self._norms,
-                self.receipt.draws,
-                self._sigma_of,
-            )
+            for name, module in model.named_modules():
+                if name not in clean:
+                    continue
+                sigma, weight = self._sigma_of(name) if name in calls else 0.0, weight_of(module).detach()
+                wrong = wrong_weights(clean[name], weight, sigma, seed, step, calls.get(name, 0), self.receipt.draws)
+                row.recomputed += len(wrong) if sigma else 0
+                if wrong.any():
+                    requested = f"the noise of step {step}" if sigma else "clean weights"
+                    what = f"{wrong.mean():.0%} of the sampled weights are not as requested: {requested}"
+                    row.add(contradictions={f"AQN: {name}: {what}": 1})
 
     def measure(self, cell: Place, found: Sampled, error: Any, dtype: torch.dtype) -> None:
         """Measure the elements of a compared result whose error rounding does not hide."""
@@ -138,11 +146,6 @@ class PhaseMeasurements:
             relative = np.where(clean == 0, np.inf, (found.slack + found.after) / np.abs(clean))
         least = relative.min(initial=np.inf)
         usable = np.isfinite(used) & (relative <= max(_FEW_BITS_LOST * least, 0.01 * requested_size(error)))
-        if not cell.operator.startswith("module."):
-            differences = (used / np.where(clean == 0, np.inf, clean) - 1)[usable & (clean != 0)]
-            self._differences[self._phase_of(cell.phase)].add(
-                relative_squares=float(np.square(differences).sum()), relative_elements=differences.size
-            )
         rounding = spacing(used, dtype) * np.sqrt((1 if found.plain is None else 2) / 12)
         if isinstance(error, OperatorError):
             # In units of the measured machine: the error over the size that it has there at this element.
@@ -165,12 +168,12 @@ class PhaseMeasurements:
         for cell, seen in compared.items():
             row = recorder.row(*self._place(cell)[:4]).include([seen], _OF_THE_AUDIT)
             row.compared += seen.recomputed
-        recorder.row(self._phase).include([self._norms]).include([receipt.forward], ["audited_whole"])
-        for phase, differences in self._differences.items():
+        recorder.row(self._phase).include([self.norms]).include([receipt.forward], ["audited_whole"])
+        audits: dict[Phase, Row] = {self._phase: receipt.forward, "backward": receipt.backward}
+        for phase, audited in audits.items():
             if any(cell.phase == phase for cell in compared):
                 recorder.add(phase, contradictions=dict.fromkeys(receipt.wrong_values(phase), 1))
-                audited = receipt.backward if phase == "backward" else receipt.forward
-                recorder.row(phase).include([audited], ["audited_passes"]).include([differences])
+                recorder.row(phase).include([audited], ["audited_passes"])
         if not recorder.row(self._phase).flops:
             # One pass is enough.
             recorder.row(self._phase).include([receipt.forward], ["flops", "noised_flops"])

@@ -39,8 +39,7 @@ from aqnpipe.models.layout import layer_of, refuse_norms_without_weight
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.injection.fault_injection import FaultInjection
-from aqnpipe.noise.injection.faults import ActiveFaults, simulated_fault_hooks
-from aqnpipe.noise.injection.hooks import on_input, on_output
+from aqnpipe.noise.injection.faults import ActiveFaults, on_input, on_output, simulated_fault_hooks
 from aqnpipe.noise.injection.measurements import PhaseMeasurements
 from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES, audit_request, hidden_stream
 from aqnpipe.noise.injection.sites import ModelSites
@@ -203,7 +202,7 @@ class _RunningPhase:
     def _connect_audit(self) -> None:
         audit, measurements, exactly = self._audit, self._measurements, self._machine.exactly
         audit.exactly = exactly
-        audit.before_observed = lambda: measurements.compare_norms(self.model, self.forward_index, exactly)
+        audit.before_observed = lambda: measurements.compare_norms(self.model, exactly)
         audit.on_compared = measurements.measure
         audit.checks_exact = True
         audit.reads_one_token = lambda args, kwargs: self._sites.reads_one_token(self.forward_index + 1, args, kwargs)

@@ -56,14 +56,19 @@ def places_with_gradients(receipt: ReceiptContent, phase: TablePhase) -> set[int
     return set().union(*needing)
 
 
+def noised_places(receipt: ReceiptContent) -> set[int]:
+    """Return the layers, and as the number after them the output projection, of which operator noise was requested."""
+    noise, places = receipt.operator_noise, range(receipt.num_layers + 1)
+    if noise is None or not noise.is_active:
+        return set()
+    return {place for place in places if noise.error_in(place if place < receipt.num_layers else None) is not None}
+
+
 def _noised_parts(receipt: ReceiptContent) -> Mapping[TablePhase, int]:
     """Return in how many parts of the model each pass of a phase needs an error, for the phases that have noise."""
-    noise, num_layers = receipt.operator_noise, receipt.num_layers
-    if noise is None or not noise.is_active:
-        return {}
-    places = range(num_layers + 1)
-    noised = {place for place in places if noise.error_in(place if place < num_layers else None) is not None}
-    return {phase: len(noised & places_with_gradients(receipt, phase)) for phase in noise.phases}
+    noised, noise = noised_places(receipt), receipt.operator_noise
+    phases = noise.phases if noise is not None and noise.is_active else ()
+    return {phase: len(noised & places_with_gradients(receipt, phase)) for phase in phases}
 
 
 def _differences(needed: Row, row: Row, noised_parts: int, num_workers: int) -> Iterator[str]:

@@ -1,19 +1,23 @@
 """Receipts: the requested noise, the measured noise, and a check that refuses every mismatch between the two.
 
-The checks are in five modules: `passes`, `operator_checks` (operators and modules), `cache_checks`, `fault_checks` and
-`aqn_checks`.
+The checks are in three modules: `passes`, `operator_checks` (operators and modules) and `other_checks` (AQN, caches,
+faults). Evaluations and loss studies have one receipt per pass.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Self
 
-from aqnpipe.config.noise import requested_size
+from pydantic import Field
+
+from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
+from aqnpipe.config.loss_study import LossCondition
+from aqnpipe.config.noise import FaultOrder, NoiseSpec, requested_size
 from aqnpipe.errors import ReceiptError
-from aqnpipe.noise.receipts.aqn_checks import aqn_problems
-from aqnpipe.noise.receipts.cache_checks import cache_problems
-from aqnpipe.noise.receipts.fault_checks import fault_problems
 from aqnpipe.noise.receipts.operator_checks import operator_problems
+from aqnpipe.noise.receipts.other_checks import aqn_problems, cache_problems, fault_problems
 from aqnpipe.noise.receipts.passes import pass_problems
-from aqnpipe.noise.receipts.receipt_content import ReceiptContent
+from aqnpipe.noise.receipts.receipt_content import ReceiptContent, ReceiptModel
 from aqnpipe.noise.receipts.table import Row, Shown
 
 
@@ -68,3 +72,96 @@ class Receipt(Shown, ReceiptContent):
             audited = f"{row.recomputed:,} values recomputed, {row.wrong:,} wrong"
             lines.append(f"{row.phase:<14}{row.passes:,} runs, {noised}; {audited}")
         return "\n".join([*lines, *([f"INVALID       {problem}" for problem in self.problems()] or ["accepted"])])
+
+
+class EvaluationPass(ReceiptModel):
+    """The receipt of one pass of an evaluation over all questions."""
+
+    noise_level: float = Field(ge=0, description="a scale below 1, or the number of a named noise")
+    noise_seed: int = Field(ge=0)
+    receipt: Receipt
+
+    @property
+    def where(self) -> str:
+        """The pass in words."""
+        return f"evaluation at level {self.noise_level:g}, noise seed {self.noise_seed}"
+
+    def problems(self) -> list[str]:
+        """Return the mismatches between the pass's noise level, the requested noise, and the measured noise."""
+        return [f"{self.where}: {problem}" for problem in (*self._mismatches(), *self.receipt.problems())]
+
+    def _mismatches(self) -> list[str]:
+        requested = self.receipt.requested_scale("evaluation")
+        if self.noise_level < 1:
+            return [f"the receipt requested scale {requested:g}"] if requested != self.noise_level else []
+        noises = (self.receipt.operator_noise, self.receipt.module_noise, self.receipt.kv_cache)
+        has_noise = any(noise is not None and "evaluation" in noise.phases for noise in noises)
+        return [] if has_noise else ["the receipt requested no noise"]
+
+    def differences(self, wanted: NoiseSpec) -> list[str]:
+        """Return where the noise that the receipt is about differs from `wanted`; faults are compared elsewhere."""
+        return [] if self.receipt.has_noise_of(wanted) else [f"{self.where}: the receipt is of other noise"]
+
+
+class EvaluationReceipts(ReceiptModel):
+    """results/eval/.../step<N>.receipt.json: every pass of the table beside it, and the facts of the evaluation."""
+
+    passes: tuple[EvaluationPass, ...] = Field(min_length=1)
+    facts: EvaluationFacts
+
+    def problems(self) -> list[str]:
+        """Return the problems of all passes, and the passes that occur twice or without facts."""
+        in_facts = {(facts.noise_level, facts.noise_seed) for facts in self.facts.passes}
+        unknown = [each.where for each in self.passes if (each.noise_level, each.noise_seed) not in in_facts]
+        return [*_of_all(self.passes), *(f"{where}: has no facts" for where in unknown), *self.facts.problems()]
+
+
+class LossStudyPass(ReceiptModel):
+    """The receipt of one pass: a condition, with a magnitude if it has a fault, and an order if it needs one."""
+
+    condition: LossCondition
+    magnitude: float = Field(ge=0, description="magnitude of every fault; 0 without a fault")
+    order: FaultOrder | None = Field(description="null unless a faulty layer has noise")
+    noise_seed: int = Field(ge=0, description="0 without noise")
+    noised_layers: tuple[int, ...]
+    receipt: Receipt
+
+    @property
+    def where(self) -> str:
+        """The pass in words."""
+        return f"{self.condition} at magnitude {self.magnitude:g}, order {self.order}, noise seed {self.noise_seed}"
+
+    def problems(self) -> list[str]:
+        """Return the mismatches between the condition, the requested noise and faults, and the measured ones."""
+        receipt, problems = self.receipt, []
+        magnitudes = {fault.magnitude for fault in receipt.faults} or {0.0}
+        if magnitudes != {self.magnitude}:
+            problems.append(f"the receipt requested magnitudes {sorted(magnitudes)}")
+        orders = {fault.order for fault in receipt.faults if fault.layer in self.noised_layers}
+        if orders != ({self.order} if self.order else set()):
+            problems.append(f"the receipt requested orders {sorted(orders)}")
+        noised = {cell.layer for cell in receipt.weight_cells}
+        if noised != set(self.noised_layers):
+            problems.append(f"noise was measured in layers {sorted(noised, key=str)}")
+        return [f"{self.where}: {problem}" for problem in [*problems, *receipt.problems()]]
+
+
+class LossStudyReceipts(ReceiptModel):
+    """results/loss_study/<model>/<name>.receipt.json: every pass of the table beside it."""
+
+    vocabulary_size: int = Field(ge=2)
+    num_layers: int = Field(ge=1)
+    faulty_layers: tuple[int, ...]
+    gamma: float
+    passes: tuple[LossStudyPass, ...] = Field(min_length=1)
+
+    def problems(self) -> list[str]:
+        """Return the problems of all passes, and the passes that occur twice."""
+        return _of_all(self.passes)
+
+
+def _of_all(passes: Sequence[EvaluationPass | LossStudyPass]) -> list[str]:
+    """Return the passes that occur twice, and the problems of all passes."""
+    places = Counter(each.where for each in passes)
+    twice = [f"{where}: recorded twice" for where, number in places.items() if number > 1]
+    return twice + [problem for each in passes for problem in each.problems()]

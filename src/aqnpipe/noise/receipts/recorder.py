@@ -1,8 +1,14 @@
-"""Collects measurements while phases run and makes a receipt of them."""
+"""Collects measurements while phases run, and makes a receipt of them: of one worker, or of all of them together.
+
+The rows of all workers are added up, so the merged figures equal those of a single recorder of all workers. Some values
+must be equal on all workers: the synchronised policy, AQN's sigma, and the number of passes. A worker without part of
+its noise is refused.
+"""
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +20,21 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import is_rms_norm, layer_of, matrices_sha256, norms_sha256, weight_of
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import RecorderState
-from aqnpipe.noise.receipts.table import REQUEST, SYNC, Place, Row
+from aqnpipe.noise.receipts.table import REQUEST, SYNC, Row, Rows, grouped
 from aqnpipe.noise.schedule import sigma_at
 
 _JSON = TypeAdapter(Any)
 
+Differences = Callable[[RecorderState, RecorderState], list[str]]
+"""Returns what differs on a worker from the first one although both must have the same."""
 
-class ReceiptRecorder:
+_LISTED = 8
+
+_GENERATING_PHASES = frozenset({"rollout", "validation"})
+"""In these phases the number of forward passes depends on the longest response of a worker's share."""
+
+
+class ReceiptRecorder(Rows):
     """Accumulates the measurements of a run or an evaluation pass, for its receipt.
 
     The receipt compares the measurements with `requested`; `about`: its other fields, see `ReceiptContent`. The
@@ -30,11 +44,11 @@ class ReceiptRecorder:
     """
 
     def __init__(self, requested: NoiseSpec, *, seed: int | None = None, **about: Any) -> None:
+        super().__init__()
         self.requested = requested
         self._request = Receipt(**{name: getattr(requested, name) for name in NoiseSpec.model_fields}, **about)
         self._seed = seed
         self._step: int | None = None
-        self.rows: dict[Place, Row] = {}
         self._pending: list[tuple[Row, str, Tensor]] = []
         self._keys: set[tuple[Phase, int, int, int, int]] = set()
         self.hidden: dict[int, Row] = {}
@@ -44,15 +58,6 @@ class ReceiptRecorder:
         self._clean_matrices: str | None = None
 
     # -- the table -----------------------------------------------------------------------------------------------------
-
-    def row(self, phase: Phase, step: int | None = None, layer: int | None = None, operator: str = "") -> Row:
-        """Return the row of a place, an empty one if nothing was seen there."""
-        return self._row(Place(phase, step, layer, operator))
-
-    def _row(self, place: Place) -> Row:
-        if place not in self.rows:
-            self.rows[place] = Row(*place)
-        return self.rows[place]
 
     def add(
         self, phase: Phase, step: int | None = None, layer: int | None = None, operator: str = "", **columns: Any
@@ -116,7 +121,7 @@ class ReceiptRecorder:
 
     def note_mismatch(self, line: str) -> None:
         """Note how the noise differs from the requested one; the receipt is refused with this line."""
-        self._row(Place("forward", operator=REQUEST)).add(contradictions={line: 1})
+        self.row("forward", operator=REQUEST).add(contradictions={line: 1})
 
     def begin_step(self, step: int) -> None:
         """Note the number of optimiser steps done; the noise of the coming phases must be keyed by it."""
@@ -212,10 +217,6 @@ class ReceiptRecorder:
         """Return the problems of the receipt of one worker of several."""
         return self._request.with_measured(state).problems(is_share=True)
 
-    def check_so_far(self, steps_done: int) -> None:
-        """Raise ReceiptError if the noise of a run that has made `steps_done` optimiser steps is not as requested."""
-        self.receipt().check(steps_done)
-
 
 def mismatches(name: str, installed: Any, requested: Any) -> list[str]:
     """Return one line per setting that differs between two specifications (models, tuples of models, or None)."""
@@ -235,3 +236,96 @@ def _compare(where: str, installed: Any, requested: Any) -> Iterator[str]:
             yield from _compare(f"{where}[{number}]", *pair)
     else:
         yield f"{where}: installed {json.dumps(installed)}, requested {json.dumps(requested)}"
+
+
+def label(rank: int, num_workers: int) -> str:
+    """Return the name of a worker in messages; ranks start at 0."""
+    return f"worker {rank} of {num_workers}"
+
+
+def merged_receipt(recorder: ReceiptRecorder, states: Sequence[RecorderState], *, routed: bool = False) -> Receipt:
+    """Return the checked receipt of all workers together, from their states by rank.
+
+    `recorder` ends in the merged state; it must have been made with the requested noise. Every worker's own receipt
+    must pass its check, and all workers must agree. `routed` is for mixtures of experts: there the number of operator
+    calls depends on the tokens and is not compared. Raises ReceiptError, which names the worker.
+    """
+    refuse(problems_of_workers(recorder, states, partial(_differences, routed)))
+    recorder.restore(merge_states(states))
+    return recorder.receipt().model_copy(update={"num_workers": len(states)}).check()
+
+
+def problems_of_workers(
+    recorder: ReceiptRecorder, states: Sequence[RecorderState], differences: Differences, engine: str = ""
+) -> list[str]:
+    """Return the problems of every worker's own receipt, and its `differences` from the first worker."""
+    problems = []
+    for rank, state in enumerate(states):
+        found = recorder.problems_of(state) + (differences(states[0], state) if rank else [])
+        problems += [f"{engine}{label(rank, len(states))}: {line}" for line in found]
+    return problems
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise ReceiptError if there are any problems; its message has the first of them."""
+    if problems:
+        more = f"; {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+        raise ReceiptError(f"receipt invalid: {'; '.join(problems[:_LISTED])}{more}", tuple(problems))
+
+
+def merge_states(states: Sequence[RecorderState]) -> RecorderState:
+    """Return the state of a single recorder of everything in `states`."""
+    return RecorderState(rows=grouped(row for state in states for row in state.rows))
+
+
+def differing(pairs: Iterable[tuple[Row, Row]], *columns: str) -> list[str]:
+    """Return one line per column of a row that has another value than on worker 0; `pairs`: see `paired`."""
+    return [
+        f"{_where(first)}: {name} is {_shown(value, expected)}, {_shown(expected, value)} on worker 0"
+        for first, other in pairs
+        for name in columns
+        if (value := getattr(other, name)) != (expected := getattr(first, name))
+    ]
+
+
+def paired(ours: Sequence[Row], theirs: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Return the rows of both tables side by side, an empty row where one has none."""
+    first, second = ({row.place: row for row in rows} for rows in (ours, theirs))
+    return [(first.get(place, Row(*place)), second.get(place, Row(*place))) for place in {**first, **second}]
+
+
+def _differences(routed: bool, first: RecorderState, other: RecorderState) -> list[str]:
+    """Return the differences of `other` from the first worker in values that must be equal on all workers."""
+    phases, syncs = paired(first.phases, other.phases), paired(first.weight_syncs, other.weight_syncs)
+    equally_often = [
+        pair for pair in phases if pair[0].phase not in _GENERATING_PHASES or not all(row.passes for row in pair)
+    ]
+    both_drew = [pair for pair in syncs if all(row.calls for row in pair)]
+    return [
+        *differing(equally_often, "passes"),
+        *([] if routed else _other_calls(first, other) + differing(phases, "largest_selected")),
+        *differing(syncs, "calls"),
+        *differing(both_drew, "sigma", "sigma_requested", "targets", "digests"),
+    ]
+
+
+def _other_calls(first: RecorderState, other: RecorderState) -> list[str]:
+    """Return the operators with another number of noised calls in each pass than on the first worker."""
+    passes = [{row.phase: row.passes for row in state.phases} for state in (first, other)]
+    problems = []
+    for mine, theirs in paired(first.cells, other.cells):
+        ours, own = (found.get(mine.phase, 0) for found in passes)
+        if theirs.calls * ours != mine.calls * own:
+            problems.append(
+                f"{mine.where}: {theirs.calls} noised calls in {own} runs, worker 0 had {mine.calls} in {ours}"
+            )
+    return problems
+
+
+def _where(row: Row) -> str:
+    return f"AQN step {row.step}" if row.operator == SYNC else row.where if row.operator else row.phase
+
+
+def _shown(value: Any, other: Any) -> str:
+    """Return a value in words; of a set or a mapping what the other one does not have."""
+    return str(min(set(value) - set(other), default="no other") if isinstance(value, set | dict) else value)

@@ -74,7 +74,6 @@ class Row:
       without a backward pass. `modules` with noise. `norms_checked`: how often norm weights were compared with the
       clean ones, `norms_noised`: how often they were others. `audited_passes` of layers by kind of forward; a whole
       forward was audited of the kinds in `audited_whole`. `contradictions`: what the audit found, in words.
-      `relative_squares` of differences from exact results, over `relative_elements`.
     - Operators, and modules. `calls` with an error, on `elements`; `changed`: those that an error of a user's own
       changed. Of `measured_elements`, in the unit of the error's `Quantity`: sum and squares of the error, and expected
       squares of what rounding adds; `zeros` before and after have no relative error. The audit recomputed elements: the
@@ -125,8 +124,6 @@ class Row:
     audited_passes: dict[str, int] = field(default_factory=dict)
     audited_whole: _Sorted[str] = field(default_factory=set)
     contradictions: dict[str, int] = field(default_factory=dict)
-    relative_elements: int = 0
-    relative_squares: float = 0.0
     calls: int = 0
     elements: int = 0
     changed: int = 0
@@ -239,11 +236,6 @@ class Row:
         return self.noised_flops / self.flops if self.flops else None
 
     @property
-    def reference_scale(self) -> float:
-        """Root mean square of the relative differences from exact results; 0 without any."""
-        return (self.relative_squares / self.relative_elements) ** 0.5 if self.relative_elements else 0.0
-
-    @property
     def fault(self) -> int:
         """Index of the fault among those of the receipt; -1 for a row about something else."""
         return int(self.operator.removeprefix(_FAULT)) if self.operator.startswith(_FAULT) else -1
@@ -323,6 +315,28 @@ def grouped(rows: Iterable[Row]) -> tuple[Row, ...]:
                 raise ValueError(f"sums of different things are merged at {row.where}: {name}; this is a bug")
         group.include([row])
     return tuple(groups.values())
+
+
+class Rows:
+    """Rows by place, to which measurements are added."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Place, Row] = {}
+
+    def row(
+        self,
+        phase: Any,
+        step: int | None = None,
+        layer: int | None = None,
+        operator: str = "",
+        path: str = "",
+        dtype: str = "",
+    ) -> Row:
+        """Return the row of a place, an empty one if nothing was seen there."""
+        place = Place(phase, step, layer, operator, path, dtype)
+        if place not in self.rows:
+            self.rows[place] = Row(*place)
+        return self.rows[place]
 
 
 def fault_operator(number: int) -> str:

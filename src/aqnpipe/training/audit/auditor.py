@@ -202,7 +202,7 @@ class TrainingAudit(TrainerCallback):
         self._refuse(self.ledger.problems)
         if self.ledger.steps in self._receipt_steps:
             try:
-                self._trainer.noise_plan.recorder.check_so_far(self.ledger.steps)
+                self._trainer.noise_plan.recorder.receipt().check(self.ledger.steps)
             except ReceiptError as error:
                 # Rewards of other workers, or of later steps on the same rollout, may differ within their groups.
                 if self.ledger.had_advantage or not _is_about_gradients(error):

@@ -1,13 +1,13 @@
-import numpy as np
+from contextlib import nullcontext
+
 import pytest
 
 from aqnpipe.config.noise import AdaptiveNoise, NoiseSpec
 from aqnpipe.models.layout import rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.audit.random_numbers import Position
-from aqnpipe.noise.audit.weight_check import compare_norms
+from aqnpipe.noise.injection.measurements import PhaseMeasurements
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
-from aqnpipe.noise.receipts.table import Row
 
 AQN = AdaptiveNoise(schedule={"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.05})
 SIGMA, SEED, STEP = 0.05, 3, 2
@@ -25,11 +25,11 @@ def compared(model):
 
     def compared(factors=None, position=POSITION, sigma=SIGMA, phase="rollout"):
         recorder.note_clean_norms(model)
-        found, factors = Row(phase), target_factors(model, AQN, None) | (factors or {})
+        factors = target_factors(model, AQN, None) | (factors or {})
+        measurements = PhaseMeasurements(phase, position, 2, [], recorder, lambda name: sigma)
         with noised_rollout(model, AQN, factors, recorder, sigma=SIGMA, seed=SEED, step=STEP):
-            rng = np.random.default_rng(0)
-            compare_norms(model, phase, position, recorder, found, rng, lambda name: sigma)
-        return found
+            measurements.compare_norms(model, nullcontext)
+        return measurements.norms
 
     return compared
 
