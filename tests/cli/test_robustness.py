@@ -105,6 +105,21 @@ def test_what_is_there_is_used_again_and_other_settings_are_not(made):
     assert "evaluated before" not in more.output
 
 
+def test_the_same_weights_are_compared_under_other_settings_and_refused_under_the_same(made, tmp_path):
+    folder, _ = made
+    other = tmp_path / "other-theta"
+    shutil.copytree(folder / "my-model", other)
+    refused = typed(folder / "my-model", other, *SMALL, "--output", tmp_path / "out")
+    assert "checkpoint other-theta: has the same weights as checkpoint my-model" in str(refused.exception)
+    config = json.loads((other / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 1.5
+    (other / "config.json").write_text(json.dumps(config))
+    result = typed(folder / "my-model", other, *SMALL, "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    claims = read_json(tmp_path / "out" / "claims.json", ClaimsFile).claims
+    assert "invalid" not in {found.verdict for found in claims}
+
+
 MISTAKES = {
     "no such folder": (["./nothing-here"], "model 'nothing-here': found no such folder"),
     "unknown name": (["nothing"], "model source 'nothing' is unknown"),

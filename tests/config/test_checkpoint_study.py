@@ -1,6 +1,8 @@
 """Studies of given checkpoints: what they plan and compare, and what is refused before any job."""
 
+import json
 import shutil
+from contextlib import nullcontext
 from itertools import combinations
 
 import pytest
@@ -10,6 +12,11 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.plan import StudyPlan, plan_of
 from aqnpipe.config.study import load_study
 from aqnpipe.errors import ConfigError
+
+TWO_FOLDERS = (
+    "study: mine\ncheckpoints: {a: tiny, b: ./copy}\ndataset: {source: generated}\n"
+    "evaluation: {max_response_tokens: 8, batch_size: 4}\nreport: {title: t, question: q}\n"
+)
 
 
 def content(**changes):
@@ -116,10 +123,19 @@ def test_files_are_looked_at_before_any_job(tmp_path, monkeypatch, change, messa
     monkeypatch.chdir(tmp_path)
     shutil.copytree(builtin_folder("tiny"), tmp_path / "copy")
     change(tmp_path / "copy")
-    (tmp_path / "s.yaml").write_text(
-        "study: mine\ncheckpoints: {a: tiny, b: ./copy}\ndataset: {source: generated}\n"
-        "evaluation: {max_response_tokens: 8, batch_size: 4}\nreport: {title: t, question: q}\n"
-    )
+    (tmp_path / "s.yaml").write_text(TWO_FOLDERS)
     with pytest.raises(ConfigError) as refused:
         open_study([tmp_path / "s.yaml"])
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(("key", "value", "is_another"), [("rms_norm_eps", 1e-5, True), ("bos_token_id", 3, False)])
+def test_the_same_weights_under_other_settings_are_another_model(tmp_path, monkeypatch, key, value, is_another):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(builtin_folder("tiny"), tmp_path / "copy")
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    assert config[key] != value
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config | {key: value}))
+    (tmp_path / "s.yaml").write_text(TWO_FOLDERS)
+    with nullcontext() if is_another else pytest.raises(ConfigError, match="has the same weights as checkpoint a"):
+        open_study([tmp_path / "s.yaml"])

@@ -41,7 +41,13 @@ def test_every_arm_parses_and_the_issue_s_arms_are_there():
     assert {"baseline", "E5", "E5a", "E5b", "E5c", "E5d", "E7a", "E7b", "E7c", "srdd_guided"} <= set(arms)
     assert arms["baseline"].operator_noise is None
     assert arms["baseline"].aqn is None
-    assert {name for name, arm in arms.items() if arm.model == "large"} == {"E7a", "E7b", "E7b_fixed", "E7c", "E7_guided"}
+    assert {name for name, arm in arms.items() if arm.model == "large"} == {
+        "E7a",
+        "E7b",
+        "E7b_fixed",
+        "E7c",
+        "E7_guided",
+    }
 
 
 def test_every_arm_is_run_by_a_shipped_study():

@@ -106,10 +106,6 @@ def execute(
             f"{command[0]}: no process of the program wrote a receipt; expected a program that imports torch, with "
             "aqnpipe in its environment, and computes"
         )
-    problems = [
-        *_receipt_problems(receipt, backward, only),
-        *(line for fault, row in zip(machine.faults, faults, strict=True) for line in _fault_problems(fault, row)),
-    ]
     said = [] if machine.error is None else [_products(receipt)]
     said += [
         f"{_described(fault)} changed {row.changed:,} of {row.elements:,} values in {row.calls:,} "
@@ -124,13 +120,17 @@ def execute(
         + ("" if receipts is None else f"; receipts in {receipts}"),
         err=True,
     )
-    if problems:
-        refuted = ReceiptError("; ".join(problems))
-        if not code:
-            raise refuted
-        typer.echo(f"ERROR: {refuted}", err=True)
     if code:
+        # What is missing is missing because the program failed.
+        if contradictions := receipt.contradictions():
+            typer.echo(f"ERROR: {ReceiptError('; '.join(contradictions))}", err=True)
         raise typer.Exit(code)
+    problems = [
+        *_receipt_problems(receipt, backward, only),
+        *(line for fault, row in zip(machine.faults, faults, strict=True) for line in _fault_problems(fault, row)),
+    ]
+    if problems:
+        raise ReceiptError("; ".join(problems))
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:

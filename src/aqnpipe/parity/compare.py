@@ -114,7 +114,7 @@ def sides_of(first: Capture, second: Capture) -> tuple[Sides, tuple[str, ...]]:
         raise DataError("the captures have no recorded token in common; capture again with the same --max-rows")
     if not same_inputs:
         notes.append(
-            "The second capture was not made with --replay, so operators of the two sides had different inputs: "
+            "The second capture was not made with --replay, so the inputs of operators are those of their side: "
             "operator errors are differences of the errors against exact results, on sampled channels."
         )
     return Sides(first, second, shared, same_inputs), tuple(notes)
@@ -179,6 +179,7 @@ def compare_operators(sides: Sides) -> tuple[OperatorParity, ...]:
 
 def _compared(sides: Sides, name: str, first: dict[str, Any], second: dict[str, Any]) -> OperatorParity:
     one, other = sides.results(name)
+    has_same_bits = one.dtype == other.dtype and torch.equal(one, other)
     exact, bound = sides.both("exact", name), sum(sides.both("bound", name)).double()  # type: ignore[union-attr]
     channels, drift = sampled_channels(one.shape[1]), 0.0
     if sides.same_inputs:
@@ -195,7 +196,7 @@ def _compared(sides: Sides, name: str, first: dict[str, Any], second: dict[str, 
     result_rms = results.square().mean().sqrt()
     rms = float(result_rms) or 1.0
     gain = finite((error * results).mean() / rms**2)
-    verdict, reason = _judged(sides, first, second, one, other, drift, algorithms, gain)
+    verdict, reason = _judged(sides, first, second, one, other, has_same_bits, drift, algorithms, gain)
     coarser = max(one.dtype, other.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     units = ulps(error, results, coarser)
     own_one, own_other = (part.double() for part in _aligned(*sides.both("output", name)))
@@ -243,12 +244,14 @@ def _judged(
     second: dict[str, Any],
     one: Tensor,
     other: Tensor,
+    has_same_bits: bool,
     drift: float,
     algorithms: tuple[str | None, str | None],
     gain: float,
 ) -> tuple[OperatorVerdict, str]:
-    if sides.same_inputs and one.dtype == other.dtype and torch.equal(one, other):
-        return "equal", "every element has the same bits"
+    equal: tuple[OperatorVerdict, str] = ("equal", "every element has the same bits")
+    if sides.same_inputs and has_same_bits:
+        return equal
     for side, row, values in (("first", first, one), ("second", second, other)):
         # On all channels: exact results are known on the sampled ones only.
         if not bool(values.isfinite().all()):
@@ -272,7 +275,7 @@ def _judged(
     if sides.is_same_dtype and one.dtype != torch.float32 and strict[0] <= 1 and strict[1] > _MORE_ROUNDINGS:
         more = "first" if first["strict"] > 1 else "second"
         return "different algorithm", f"the {more} side rounds more than its result"
-    return "rounding", "within the forward error bounds of both sides"
+    return equal if has_same_bits else ("rounding", "within the forward error bounds of both sides")
 
 
 def _may_be_reduced(identity: CaptureIdentity, row: dict[str, Any]) -> bool:

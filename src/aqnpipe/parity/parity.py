@@ -100,7 +100,7 @@ def _summary(
     if verdict == "rounding" and sides.same_inputs:
         return "all operators differ by rounding at most."
     if verdict == "rounding":
-        return "every operator is within rounding of the exact result for its input; no input was the same."
+        return "every operator is within rounding of the exact result for the input that it has on its side."
     worst = [operator for operator in beyond if operator.verdict == verdict]
     first = beyond[0]
     return (

@@ -121,7 +121,11 @@ class MachineReceipt(Shown, Rows):
 
     def problems(self) -> list[str]:
         """Return one line per difference between what was requested and what was measured."""
-        found = [*self._missing(), *self._wrong(), *self._of_another_size()]
+        return [*self._missing(), *self.contradictions()]
+
+    def contradictions(self) -> list[str]:
+        """Return the problems that a program which ends too early does not explain: all but what is missing."""
+        found = [*self._wrong(), *self._of_another_size()]
         escapes = sorted((row.operator, row.escaped) for row in self.rows.values() if row.escaped)
         found += [f"{number} calls of {what} had no error" for what, number in escapes]
         for row in sorted(self.rows.values(), key=lambda row: (row.phase, row.operator)):
