@@ -63,6 +63,9 @@ def test_folder_without_config_is_one_clear_error(tmp_path):
         num_layers_of(str(tmp_path))
     with pytest.raises(ModelError, match="found no such folder"):
         num_layers_of("./not/here")
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(ModelError, match="found the adapters of PEFT alone, expected the whole model"):
+        read_model_config(tmp_path)
 
 
 def test_configuration_needs_no_torch():

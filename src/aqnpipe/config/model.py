@@ -145,8 +145,12 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.is_file():
-        found = "a folder without config.json" if folder.is_dir() else "no such folder"
-        raise ModelError(f"model {str(folder)!r}: found {found}, expected a model folder with config.json")
+        found, expected = "a folder without config.json", "a model folder with config.json"
+        if (folder / "adapter_config.json").is_file():
+            found, expected = "the adapters of PEFT alone", "the whole model: merge_and_unload, then save_pretrained"
+        elif not folder.is_dir():
+            found = "no such folder"
+        raise ModelError(f"model {str(folder)!r}: found {found}, expected {expected}")
     config = common_names(read_json_object(path))
     num_layers = config.get("num_hidden_layers", 1)
     if not (isinstance(num_layers, int) and 0 < num_layers <= _MOST_LAYERS):
