@@ -6,7 +6,7 @@ from the same random state, buffers and noise keys, so on a sound device every b
 if there had been no rehearsal.
 
 A dispatch mode digests the result of every operator in both. It names the first operator that differs, and keeps its
-operands. That operator erred: those before it gave the same bits, so its operands were the same. Where the two runs
+operands. That operator erred, or what it read changed in memory: those before it gave the same bits. Where the two runs
 call different operators, or give one other shapes or numbers, no operator can be blamed: the message shows both calls.
 """
 
