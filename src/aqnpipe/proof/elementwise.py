@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aqnpipe.error_bounds import gamma
 from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray
-from aqnpipe.proof.recompute import Arguments, Recompute, Sampled, at, in_memory, wide
+from aqnpipe.proof.recompute import Arguments, Recompute, Sampled, at, wide
 
 _ROWS = 3
 _UNIT = 2.0**-24
@@ -39,7 +39,7 @@ def _chosen(result: Tensor, rng: np.random.Generator, count: int) -> tuple[IntAr
 
 def _sampled(result: Tensor, place: tuple[IntArray, ...], exact: FloatArray, slack: FloatArray) -> Sampled:
     info = torch.finfo(result.dtype)
-    return Sampled(in_memory(result, place), exact, slack + info.eps * np.abs(exact) + info.tiny, at(result, place))
+    return Sampled.of(result, place, exact, slack + info.eps * np.abs(exact) + info.tiny)
 
 
 def _softmax(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
@@ -208,7 +208,7 @@ def _norm(arguments: Arguments, result: Tensor, rng: np.random.Generator, count:
     if not result.numel():
         return [None]
     place = _chosen(result, rng, count)
-    return [Sampled(in_memory(result, place), at(operand, place), np.zeros(len(place[0])), at(result, place))]
+    return [Sampled.of(result, place, at(operand, place), np.zeros(len(place[0])))]
 
 
 ELEMENTWISE: Mapping[str, Recompute] = {
