@@ -14,6 +14,9 @@ from torch import Tensor
 from aqnpipe.error_bounds import gamma
 from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray, digests
 
+Indices = tuple[IntArray, ...]
+"""Indices of elements, one array per dimension."""
+
 Shards = Sequence[tuple[int, int, int]]
 """Columns of a whole result, one after the other: first column, number of columns, and width of the whole."""
 
@@ -28,7 +31,7 @@ class Sampled(NamedTuple):
     plain product. `constant`: what the operator adds to `alpha` times the elements.
     """
 
-    place: tuple[IntArray, ...]
+    place: Indices
     strides: tuple[int, ...]
     exact: FloatArray
     slack: FloatArray
@@ -42,9 +45,7 @@ class Sampled(NamedTuple):
     alpha: float = 1.0
 
     @classmethod
-    def of(
-        cls, result: Tensor, place: tuple[IntArray, ...], exact: FloatArray, slack: FloatArray, **others: Any
-    ) -> "Sampled":
+    def of(cls, result: Tensor, place: Indices, exact: FloatArray, slack: FloatArray, **others: Any) -> "Sampled":
         """Return the elements of `result` at `place`, numbered as they lie in memory."""
         return cls(place, _strides(result), exact, slack, at(result, place), **others)
 
@@ -99,8 +100,7 @@ def _product(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
 def _matmul(first: Tensor, second: Tensor, result: Tensor, rng: np.random.Generator, count: int) -> Sampled | None:
     if not result.numel():
         return None
-    index = rng.integers(0, result.numel(), min(count, result.numel()))
-    place = np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
+    place = drawn(result, rng, count)
     rows, columns = _factors(first, second, place)
     terms = rows * columns
     exact, magnitude = terms.sum(-1), np.abs(terms).sum(-1)
@@ -108,7 +108,7 @@ def _matmul(first: Tensor, second: Tensor, result: Tensor, rng: np.random.Genera
     return Sampled.of(result, place, exact, slack, rows=rows, columns=columns)
 
 
-def _factors(first: Tensor, second: Tensor, place: tuple[IntArray, ...]) -> tuple[FloatArray, FloatArray]:
+def _factors(first: Tensor, second: Tensor, place: Indices) -> tuple[FloatArray, FloatArray]:
     """Return the rows and columns [elements, terms] whose sums of products are the elements at `place`."""
     where = tuple(torch.from_numpy(np.asarray(axis)) for axis in place)
     if first.dim() == 1:
@@ -177,9 +177,7 @@ def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
         return [_matmul(first, second, result, rng, count)]
     ends = offsets.cpu().numpy().astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])
-    index = rng.integers(0, result.numel(), min(count, result.numel()))
-    place = np.unravel_index(index, tuple(result.shape))
-    pairs = []
+    place, pairs = drawn(result, rng, count), []
     for element in zip(*place, strict=True):
         *lead, i, j = (int(value) for value in element)
         if first.dim() == 2 and second.dim() == 2:
@@ -325,11 +323,10 @@ def _convolution(arguments: Arguments, result: Tensor, rng: np.random.Generator,
     inputs, weight, bias, stride, padding, dilation, transposed, _, groups = arguments.values()
     if transposed or not result.numel():
         return [None]
-    index = rng.integers(0, result.numel(), min(count, result.numel()))
-    place = np.unravel_index(index, tuple(result.shape))
+    place = drawn(result, rng, count)
     padded = np.pad(wide(inputs), [(0, 0), (0, 0), *((size, size) for size in padding)])
     kernels, per_group = wide(weight), weight.shape[0] // groups
-    exact, magnitude = np.zeros(len(index)), np.zeros(len(index))
+    exact, magnitude = np.zeros(len(place[0])), np.zeros(len(place[0]))
     for number, (batch, channel, *corner) in enumerate(zip(*place, strict=True)):
         first = channel // per_group * weight.shape[1]
         patch = padded[
@@ -364,8 +361,14 @@ def rounded(values: FloatArray, dtype: torch.dtype) -> FloatArray:
     return wide(torch.from_numpy(values).to(dtype))
 
 
-def at(tensor: Tensor, place: tuple[IntArray, ...]) -> FloatArray:
-    """Return the elements of a tensor at `place`, one array of indices per dimension."""
+def drawn(result: Tensor, rng: np.random.Generator, count: int) -> Indices:
+    """Return where `count` random elements of a result are, or all at most."""
+    index = rng.integers(0, max(result.numel(), 1), min(count, result.numel()))
+    return np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
+
+
+def at(tensor: Tensor, place: Indices) -> FloatArray:
+    """Return the elements of a tensor at `place`."""
     found = tensor[tuple(torch.from_numpy(np.asarray(axis)) for axis in place)] if place else tensor
     return wide(found.reshape(-1))
 
