@@ -59,7 +59,7 @@ def test_what_rounding_hides_of_an_error_is_no_other_size(scale, is_hidden):
     """Attention in bfloat16 whose one key has all the weight returns that key's value: 1e-4 of it is lost."""
     rng = np.random.default_rng(0)
     exact = torch.from_numpy(rng.standard_normal(256)).bfloat16().double().numpy()
-    sampled = Sampled(np.arange(256), exact, np.abs(exact) * 2.0**-8, exact)
+    sampled = Sampled((np.arange(256),), (1,), exact, np.abs(exact) * 2.0**-8, exact)
     seen = compare(sampled, RelativeGaussian(scale=scale), Draws.of(1, 0, 0), torch.bfloat16)
     made = receipt()
     made.add(cell_of("forward", "layers.0", "_scaled_dot_product_flash_attention", torch.bfloat16), **seen)

@@ -31,6 +31,7 @@ from aqnpipe.models.routers import ReadExperts, Routers
 
 _MAX_PREFILL_TOKENS = 2048
 """Prompt tokens per forward, including padding: few enough for the cache of a CPU."""
+_LARGEST_FREED_BLOCK = 31 * 2**20
 _MIN_PREFIX_TOKENS = 16
 """A shorter common prefix is not worth a forward of its own."""
 
@@ -43,6 +44,9 @@ class TransformersBackend:
             raise ModelError("the tokenizer has no end token or no padding token; batched generation needs both")
         self._model, self._tokenizer = model, tokenizer
         self._pool = BufferPool()
+        # Page faults took a tenth of the time: a C library gives freed memory back to the system if it is more than
+        # twice the largest block that was freed so far. This block, never written, is the largest that glibc considers.
+        torch.empty(_LARGEST_FREED_BLOCK, dtype=torch.uint8)
         self._end_token: int = tokenizer.eos_token_id
         self._padding_token: int = tokenizer.pad_token_id
 
@@ -237,15 +241,12 @@ class _Batch:
         ]
         self._cache = Cache(layers=self._layers) if self._in_place else library_cache
         self._prefix_length = _prefix_length(self._prompts) if self._in_place and share_prefix else 0
-        visible = torch.ones(len(prompts), capacity, dtype=torch.long)
-        for place, prompt in enumerate(self._prompts):
-            padding = self._width - len(prompt)
-            start = len(prompt) if self._in_place else 0
-            visible[place, start : start + padding] = 0
-        self._visible = visible.to(self._device)
+        places, lengths = torch.arange(capacity), torch.tensor([[len(prompt)] for prompt in self._prompts])
+        is_padding = (lengths <= places) & (places < self._width) if self._in_place else places < self._width - lengths
+        self._visible = (~is_padding).long().to(self._device)
         self._positions = (self._visible.cumsum(-1) - 1).clamp_min(0)
         # Added to the attention scores of a single token: masks the padding.
-        self._bias = torch.zeros(visible.shape, dtype=model.dtype, device=self._device)
+        self._bias = torch.zeros(self._visible.shape, dtype=model.dtype, device=self._device)
         self._bias = self._bias.masked_fill_(self._visible == 0, torch.finfo(model.dtype).min)[:, None, None, :]
 
     def prefill(self) -> Tensor:
@@ -298,12 +299,11 @@ class _Batch:
         return logits[torch.arange(len(prompts)), which]
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        width = len(prompts[-1])
-        ids = torch.full((len(prompts), width), self._padding_token)
-        for place, prompt in enumerate(prompts):
-            start = 0 if self._in_place else width - len(prompt)
-            ids[place, start : start + len(prompt)] = torch.tensor(prompt)
-        return ids.to(self._device)
+        rows: list[list[int]] = []
+        for prompt in prompts:
+            padding = [self._padding_token] * (len(prompts[-1]) - len(prompt))
+            rows.append([*prompt, *padding] if self._in_place else [*padding, *prompt])
+        return torch.tensor(rows, dtype=torch.long, device=self._device)
 
     def _forward(
         self,

@@ -112,12 +112,12 @@ def _left(seen: Columns) -> float:
 def compare_exact(sampled: Sampled) -> Columns:
     """Compare elements of a result of which no error was requested with the exact values."""
     usable = np.isfinite(sampled.exact) & np.isfinite(sampled.found)
-    allowed = (sampled.slack + sampled.after + _TINY)[usable]
-    deviation = np.abs(sampled.found - sampled.exact)[usable] / allowed
+    difference = np.abs(sampled.found - sampled.exact)[usable]
+    is_wrong = difference > (sampled.slack + sampled.after + _TINY)[usable]
     return {
         "compared": int(usable.sum()),
-        "wrong": int((deviation > 1).sum()),
-        "largest_difference": float((np.abs(sampled.found - sampled.exact)[usable] * (deviation > 1)).max(initial=0.0)),
+        "wrong": int(is_wrong.sum()),
+        "largest_difference": float(difference[is_wrong].max(initial=0.0)),
     }
 
 

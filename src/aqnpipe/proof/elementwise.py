@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aqnpipe.error_bounds import gamma
 from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray
-from aqnpipe.proof.recompute import Arguments, Recompute, Sampled, at, in_memory, wide
+from aqnpipe.proof.recompute import Arguments, Recompute, Sampled, at, drawn, wide
 
 _ROWS = 3
 _UNIT = 2.0**-24
@@ -32,14 +32,9 @@ class Rows(NamedTuple):
         return tuple(found)
 
 
-def _chosen(result: Tensor, rng: np.random.Generator, count: int) -> tuple[IntArray, ...]:
-    index = rng.integers(0, result.numel(), min(count, result.numel()))
-    return np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
-
-
 def _sampled(result: Tensor, place: tuple[IntArray, ...], exact: FloatArray, slack: FloatArray) -> Sampled:
     info = torch.finfo(result.dtype)
-    return Sampled(in_memory(result, place), exact, slack + info.eps * np.abs(exact) + info.tiny, at(result, place))
+    return Sampled.of(result, place, exact, slack + info.eps * np.abs(exact) + info.tiny)
 
 
 def _softmax(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
@@ -110,7 +105,7 @@ def _forward_of(name: str) -> Recompute:
     def recompute(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
         if not result.numel():
             return [None]
-        place = _chosen(result, rng, count)
+        place = drawn(result, rng, count)
         x = at(next(iter(arguments.values())), place)
         return [_sampled(result, place, x * _activation(name, arguments, x)[0], 32 * _UNIT * np.abs(x))]
 
@@ -122,7 +117,7 @@ def _backward_of(name: str) -> Recompute:
         if not result.numel():
             return [None]
         gradient, inputs, *_ = arguments.values()
-        place = _chosen(result, rng, count)
+        place = drawn(result, rng, count)
         towards, x = at(gradient, place), at(inputs, place)
         factor, slope = _activation(name, arguments, x)
         return [_sampled(result, place, towards * (factor + x * slope), 64 * _UNIT * np.abs(towards) * (1 + np.abs(x)))]
@@ -207,8 +202,8 @@ def _norm(arguments: Arguments, result: Tensor, rng: np.random.Generator, count:
     (operand,) = arguments.values()
     if not result.numel():
         return [None]
-    place = _chosen(result, rng, count)
-    return [Sampled(in_memory(result, place), at(operand, place), np.zeros(len(place[0])), at(result, place))]
+    place = drawn(result, rng, count)
+    return [Sampled.of(result, place, at(operand, place), np.zeros(len(place[0])))]
 
 
 ELEMENTWISE: Mapping[str, Recompute] = {

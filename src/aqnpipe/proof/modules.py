@@ -17,7 +17,7 @@ from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.audit.random_numbers import Draws
 from aqnpipe.proof.comparison import Columns, compare
 from aqnpipe.proof.observation import Observation, is_same
-from aqnpipe.proof.recompute import Sampled, Shards, at, in_memory, in_whole
+from aqnpipe.proof.recompute import Sampled, Shards, at, drawn, in_whole
 
 MODULE_ERROR = "module_error"
 
@@ -52,9 +52,9 @@ def compare_module(
     count: int,
 ) -> tuple[Sampled, Columns]:
     """Compare sampled elements of a tensor with an error; the operand of the operator is exact."""
-    index = rng.integers(0, max(result.numel(), 1), min(count, result.numel()))
-    place = np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
-    sampled = Sampled(in_memory(result, place), at(exact, place), np.zeros(len(index)), at(result, place))
+    place = drawn(result, rng, count)
+    values = at(exact, place)
+    sampled = Sampled.of(result, place, values, np.zeros(len(values)))
     if shards is not None:
         sampled = in_whole(sampled, result, shards)
     return sampled, compare(sampled, error, draws, result.dtype)

@@ -366,7 +366,7 @@ class OperatorAudit:
         offsets = arguments.get("offs")
         is_of_rows = offsets is None or [operand.dim() for operand in operands] == [2, 3]
         if sampled is not None and result.dim() > 1 and is_of_rows:
-            found = with_rounded_factors(sampled, result, factors, error, is_gradient, offsets)
+            found = with_rounded_factors(sampled, factors, error, is_gradient, offsets)
             self._record(cell, found, error, result.dtype, compare(found, error, Draws.of(0, 0, 0), result.dtype))
         return True
 

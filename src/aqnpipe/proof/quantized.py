@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import FakeQuantization
 from aqnpipe.noise.audit.classification import MatrixParameters, keeps_the_parameter
 from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray
-from aqnpipe.proof.recompute import Sampled, place_of, wide
+from aqnpipe.proof.recompute import Sampled, wide
 
 _BLOCK = {"mxfp4": 32, "nvfp4": 16, "fp8": 128, "fp8_block": 128}
 _E2M1_MAX, _E4M3_MAX, _E4M3_MIN_NORMAL = 6.0, 448.0, 2.0**-6
@@ -75,7 +75,6 @@ class Weights:
 
 def with_rounded_factors(
     sampled: Sampled,
-    result: Tensor,
     factors: Sequence[Factor],
     error: FakeQuantization,
     is_gradient: bool,
@@ -85,10 +84,9 @@ def with_rounded_factors(
 
     `offsets`: of a product in groups, the ends of the groups of rows.
     """
-    place = place_of(result, sampled.numbers)
     expected, magnitude = np.zeros(len(sampled.exact)), np.zeros(len(sampled.exact))
     ends = None if offsets is None else offsets.cpu().numpy()
-    for number, (*lead, row, column) in enumerate(zip(*place, strict=True)):
+    for number, (*lead, row, column) in enumerate(zip(*sampled.place, strict=True)):
         lead = lead if ends is None else [np.searchsorted(ends, row, side="right")]
         terms = _line(factors[0], lead, row, error, True, is_gradient) * _line(
             factors[1], lead, column, error, False, is_gradient

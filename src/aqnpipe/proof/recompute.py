@@ -14,21 +14,25 @@ from torch import Tensor
 from aqnpipe.error_bounds import gamma
 from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray, digests
 
+Indices = tuple[IntArray, ...]
+"""Indices of elements, one array per dimension."""
+
 Shards = Sequence[tuple[int, int, int]]
 """Columns of a whole result, one after the other: first column, number of columns, and width of the whole."""
 
 
 class Sampled(NamedTuple):
-    """Elements of one result: `numbers` as they lie in memory, `exact` values, their `slack`, and values as `found`.
+    """Elements of one result at `place` (indices by dimension): `exact` values, their `slack`, and values as `found`.
 
-    `after` is the slack of what an operator does with its product after the error, such as adding a bias. `row`: the
-    elements are whole rows of that length, which became distributions after the error; 0 for single elements.
-    `expected`: the values that are requested, where the error is of the operands. `rows` and `columns` [elements,
-    terms]: factors whose products each element is the sum of; None of an operator that is no plain product. `plain`:
-    the values as an operator without an error gives them, if they are rounded more than once.
+    `strides` number them for the noise. `after` is the slack of what an operator does with its product after the error,
+    such as adding a bias. `row`: the elements are whole rows of that length, which became distributions after the
+    error; 0 for single elements. `expected`: the values that are requested, where the error is of the operands. `rows`
+    and `columns` [elements, terms]: factors whose products each element is the sum of; None of an operator that is no
+    plain product. `constant`: what the operator adds to `alpha` times the elements.
     """
 
-    numbers: IntArray
+    place: Indices
+    strides: tuple[int, ...]
     exact: FloatArray
     slack: FloatArray
     found: FloatArray
@@ -37,7 +41,28 @@ class Sampled(NamedTuple):
     expected: FloatArray | None = None
     rows: FloatArray | None = None
     columns: FloatArray | None = None
-    plain: FloatArray | None = None
+    constant: FloatArray | None = None
+    alpha: float = 1.0
+
+    @classmethod
+    def of(cls, result: Tensor, place: Indices, exact: FloatArray, slack: FloatArray, **others: Any) -> "Sampled":
+        """Return the elements of `result` at `place`, numbered as they lie in memory."""
+        return cls(place, _strides(result), exact, slack, at(result, place), **others)
+
+    @property
+    def numbers(self) -> IntArray:
+        """Numbers of the elements."""
+        numbers = np.zeros(len(self.exact), np.int64)
+        for axis, step in zip(self.place, self.strides, strict=True):
+            numbers += np.asarray(axis, np.int64) * step
+        return numbers
+
+    def plain(self, dtype: torch.dtype) -> FloatArray:
+        """Return the elements as an operator without an error gives them in `dtype`."""
+        exact = rounded(self.exact, dtype)
+        if self.constant is None:
+            return exact
+        return (rounded(rounded(self.alpha * exact, dtype) + self.constant, dtype) - self.constant) / self.alpha
 
     @property
     def input_rms(self) -> FloatArray | None:
@@ -75,24 +100,23 @@ def _product(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
 def _matmul(first: Tensor, second: Tensor, result: Tensor, rng: np.random.Generator, count: int) -> Sampled | None:
     if not result.numel():
         return None
-    index = rng.integers(0, result.numel(), min(count, result.numel()))
-    place = np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
+    place = drawn(result, rng, count)
     rows, columns = _factors(first, second, place)
     terms = rows * columns
     exact, magnitude = terms.sum(-1), np.abs(terms).sum(-1)
     slack = _rounding(magnitude, terms.shape[-1], result.dtype)
-    rows, columns = (np.broadcast_to(each, terms.shape) for each in (rows, columns))
-    return Sampled(in_memory(result, place), exact, slack, at(result, place), rows=rows, columns=columns)
+    return Sampled.of(result, place, exact, slack, rows=rows, columns=columns)
 
 
-def _factors(first: Tensor, second: Tensor, place: tuple[IntArray, ...]) -> tuple[FloatArray, FloatArray]:
+def _factors(first: Tensor, second: Tensor, place: Indices) -> tuple[FloatArray, FloatArray]:
     """Return the rows and columns [elements, terms] whose sums of products are the elements at `place`."""
     where = tuple(torch.from_numpy(np.asarray(axis)) for axis in place)
     if first.dim() == 1:
         one = wide(first)[None]
         return one, wide(second)[None]
     if second.dim() == 1:
-        return wide(first[where[-1]]), wide(second)[None]
+        rows = wide(first[where[-1]])
+        return rows, np.broadcast_to(wide(second), rows.shape)
     lead = where[:-2]
     return wide(first[(*lead, where[-2])]), wide(second.transpose(-1, -2)[(*lead, where[-1])])
 
@@ -103,8 +127,7 @@ def _sum(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: 
     product = _matmul(first, second, result, rng, count)
     if product is None or alpha == 0:
         return [None]
-    place = place_of(result, product.numbers)
-    constant = beta * at(added.expand(result.shape), place) if beta else np.zeros(len(product.exact))
+    constant = beta * at(added.expand(result.shape), product.place) if beta else np.zeros(len(product.exact))
     return [_without_constant(product, constant, alpha, result.dtype)]
 
 
@@ -113,11 +136,10 @@ def _whole_sum(arguments: Arguments, result: Tensor, rng: np.random.Generator, c
     (inside,) = _sum(arguments, result, rng, count)
     if inside is None:
         return [None]
-    alpha, place = float(arguments.get("alpha", 1)), place_of(result, inside.numbers)
-    found = at(result, place)
+    alpha, found = inside.alpha, at(result, inside.place)
     constant = found - alpha * inside.found
     slack = abs(alpha) * (inside.slack + inside.after)
-    return [inside._replace(exact=alpha * inside.exact + constant, slack=slack, found=found, after=0.0, plain=None)]
+    return [inside._replace(exact=alpha * inside.exact + constant, slack=slack, found=found, after=0.0, constant=None)]
 
 
 def _without_constant(sampled: Sampled, constant: FloatArray, alpha: float, dtype: torch.dtype) -> Sampled:
@@ -125,15 +147,12 @@ def _without_constant(sampled: Sampled, constant: FloatArray, alpha: float, dtyp
     half = torch.finfo(dtype).eps
     found = (sampled.found - constant) / alpha
     rounding = half * (np.abs(sampled.found) + np.abs(constant) + np.abs(alpha * sampled.exact)) / abs(alpha)
-    product = rounded(alpha * rounded(sampled.exact, dtype), dtype)
-    plain = (rounded(product + constant, dtype) - constant) / alpha
-    return sampled._replace(found=found, after=2 * rounding, plain=plain)
+    return sampled._replace(found=found, after=2 * rounding, constant=constant, alpha=alpha)
 
 
 def numbered_in_order(sampled: Sampled, result: Tensor) -> Sampled:
     """Return samples numbered row by row: the product was made in memory of its own, and copied into `result`."""
-    place = place_of(result, sampled.numbers)
-    return sampled._replace(numbers=np.ravel_multi_index(place, tuple(result.shape)).astype(np.int64))
+    return sampled._replace(strides=_row_by_row(result.shape))
 
 
 def in_whole(sampled: Sampled, result: Tensor, shards: Shards) -> Sampled:
@@ -141,8 +160,7 @@ def in_whole(sampled: Sampled, result: Tensor, shards: Shards) -> Sampled:
 
     Columns behind them pad a vocabulary: nothing is expected there.
     """
-    place = place_of(result, sampled.numbers)
-    rows, columns = np.divmod(np.ravel_multi_index(place, tuple(result.shape)), result[:1].numel())
+    rows, columns = np.divmod(np.ravel_multi_index(sampled.place, tuple(result.shape)), result[:1].numel())
     ends = np.cumsum([size for _, size, _ in shards])
     kept = columns < ends[-1]
     rows, columns = rows[kept], columns[kept]
@@ -150,7 +168,7 @@ def in_whole(sampled: Sampled, result: Tensor, shards: Shards) -> Sampled:
     numbers = rows * shards[0][2] + columns + starts[np.searchsorted(ends, columns, side="right")]
     values: dict[str, Any] = sampled._asdict()
     values |= {name: value[kept] for name, value in values.items() if isinstance(value, np.ndarray)}
-    return Sampled(**values | {"numbers": numbers})
+    return Sampled(**values | {"place": (numbers,), "strides": (1,)})
 
 
 def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
@@ -159,9 +177,7 @@ def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
         return [_matmul(first, second, result, rng, count)]
     ends = offsets.cpu().numpy().astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])
-    index = rng.integers(0, result.numel(), min(count, result.numel()))
-    place = np.unravel_index(index, tuple(result.shape))
-    pairs = []
+    place, pairs = drawn(result, rng, count), []
     for element in zip(*place, strict=True):
         *lead, i, j = (int(value) for value in element)
         if first.dim() == 2 and second.dim() == 2:
@@ -178,7 +194,7 @@ def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
     exact = np.array([(row * column).sum() for row, column in pairs])
     magnitude = np.array([np.abs(row * column).sum() for row, column in pairs])
     slack = _rounding(magnitude, max(len(row) for row, _ in pairs), result.dtype)
-    return [Sampled(in_memory(result, place), exact, slack, at(result, place))]
+    return [Sampled.of(result, place, exact, slack)]
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -297,7 +313,7 @@ def _sample_rows(
     place = (np.full(len(index), lead[0]), np.full(len(index), lead[1]), rows[row], column)
     info = torch.finfo(result.dtype)
     allowed = slack[row, column] + info.eps * np.abs(exact[row, column]) + info.tiny
-    return Sampled(in_memory(result, place), exact[row, column], allowed, at(result, place))
+    return Sampled.of(result, place, exact[row, column], allowed)
 
 
 # -- convolution -------------------------------------------------------------------------------------------------------
@@ -307,11 +323,10 @@ def _convolution(arguments: Arguments, result: Tensor, rng: np.random.Generator,
     inputs, weight, bias, stride, padding, dilation, transposed, _, groups = arguments.values()
     if transposed or not result.numel():
         return [None]
-    index = rng.integers(0, result.numel(), min(count, result.numel()))
-    place = np.unravel_index(index, tuple(result.shape))
+    place = drawn(result, rng, count)
     padded = np.pad(wide(inputs), [(0, 0), (0, 0), *((size, size) for size in padding)])
     kernels, per_group = wide(weight), weight.shape[0] // groups
-    exact, magnitude = np.zeros(len(index)), np.zeros(len(index))
+    exact, magnitude = np.zeros(len(place[0])), np.zeros(len(place[0]))
     for number, (batch, channel, *corner) in enumerate(zip(*place, strict=True)):
         first = channel // per_group * weight.shape[1]
         patch = padded[
@@ -319,9 +334,7 @@ def _convolution(arguments: Arguments, result: Tensor, rng: np.random.Generator,
         ]
         terms = patch * kernels[channel]
         exact[number], magnitude[number] = terms.sum(), np.abs(terms).sum()
-    sampled = Sampled(
-        in_memory(result, place), exact, _rounding(magnitude, kernels[0].size, result.dtype), at(result, place)
-    )
+    sampled = Sampled.of(result, place, exact, _rounding(magnitude, kernels[0].size, result.dtype))
     if bias is None:
         return [sampled]
     return [_without_constant(sampled, wide(bias)[place[1]], 1.0, result.dtype)]
@@ -348,8 +361,14 @@ def rounded(values: FloatArray, dtype: torch.dtype) -> FloatArray:
     return wide(torch.from_numpy(values).to(dtype))
 
 
-def at(tensor: Tensor, place: tuple[IntArray, ...]) -> FloatArray:
-    """Return the elements of a tensor at `place`, one array of indices per dimension."""
+def drawn(result: Tensor, rng: np.random.Generator, count: int) -> Indices:
+    """Return where `count` random elements of a result are, or all at most."""
+    index = rng.integers(0, max(result.numel(), 1), min(count, result.numel()))
+    return np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
+
+
+def at(tensor: Tensor, place: Indices) -> FloatArray:
+    """Return the elements of a tensor at `place`."""
     found = tensor[tuple(torch.from_numpy(np.asarray(axis)) for axis in place)] if place else tensor
     return wide(found.reshape(-1))
 
@@ -371,25 +390,11 @@ def _strides(result: Tensor) -> tuple[int, ...]:
     shape, strides = result.shape, result.stride()
     if sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1 == result.numel():
         return strides
+    return _row_by_row(shape)
+
+
+def _row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-
-
-def in_memory(result: Tensor, place: tuple[IntArray, ...]) -> IntArray:
-    """Return the numbers of the elements at `place` as they lie in memory."""
-    numbers = np.zeros(len(place[0]) if place else 1, np.int64)
-    for axis, step in zip(place, _strides(result), strict=True):
-        numbers = numbers + np.asarray(axis, np.int64) * step
-    return numbers
-
-
-def place_of(result: Tensor, numbers: IntArray) -> tuple[IntArray, ...]:
-    """Return the indices of elements that are numbered as they lie in memory."""
-    strides, rest = _strides(result), numbers.copy()
-    place = [np.zeros_like(numbers)] * len(strides)
-    for axis in sorted(range(len(strides)), key=lambda each: strides[each], reverse=True):
-        if result.shape[axis] > 1:
-            place[axis], rest = np.divmod(rest, strides[axis])
-    return tuple(place)
 
 
 RECOMPUTED: dict[str, Recompute] = {

@@ -118,7 +118,7 @@ class DecodingTrace:
         shown = mask[:, -width:].tolist() if isinstance(mask, Tensor) and mask.ndim == 2 else [[1] * width] * len(rows)
         first, places = len(self._read), []
         for number, (row, visible) in enumerate(zip(rows, shown, strict=True)):
-            end = max((place for place, token in enumerate(row) if token != self._padding_token), default=width - 1)
+            end = (len(without_padding(row, self._padding_token)) or width) - 1
             places.append(kept.index(end) if end in kept else len(kept) - 1)
             tokens = [token for token, is_visible in zip(row, visible, strict=True) if is_visible]
             self._read.append(without_padding(self._prefix + tokens, self._padding_token))

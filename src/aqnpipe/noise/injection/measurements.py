@@ -20,7 +20,7 @@ from aqnpipe.noise.receipts.table import Place, Row
 from aqnpipe.proof.modules import MODULE_STREAM, compare_module
 from aqnpipe.proof.operations import machine_name
 from aqnpipe.proof.receipt import MachineReceipt
-from aqnpipe.proof.recompute import Sampled, rounded
+from aqnpipe.proof.recompute import Sampled
 from aqnpipe.proof.request import AuditRequest
 
 _FEW_BITS_LOST = 4.0
@@ -140,13 +140,13 @@ class PhaseMeasurements:
         if cell.operator == HIDDEN_STATES:
             return
         # A result of 16 bits is rounded before its error, which says nothing about the error.
-        clean = rounded(found.exact, dtype) if found.plain is None else found.plain
+        clean = found.plain(dtype)
         used = found.found
         with np.errstate(divide="ignore", invalid="ignore"):
             relative = np.where(clean == 0, np.inf, (found.slack + found.after) / np.abs(clean))
         least = relative.min(initial=np.inf)
         usable = np.isfinite(used) & (relative <= max(_FEW_BITS_LOST * least, 0.01 * requested_size(error)))
-        rounding = spacing(used, dtype) * np.sqrt((1 if found.plain is None else 2) / 12)
+        rounding = spacing(used, dtype) * np.sqrt((1 if found.constant is None else 2) / 12)
         if isinstance(error, OperatorError):
             # In units of the measured machine: the error over the size that it has there at this element.
             size = measured_size(error.figures, clean, found.input_rms)
