@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
+from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.cli import robustness
 from aqnpipe.cli.main import app
 from aqnpipe.config.model import builtin_folder
@@ -118,6 +119,32 @@ def test_the_same_weights_are_compared_under_other_settings_and_refused_under_th
     assert result.exit_code == 0, result.output
     claims = read_json(tmp_path / "out" / "claims.json", ClaimsFile).claims
     assert "invalid" not in {found.verdict for found in claims}
+    first, second = (
+        read_json(tmp_path / "out" / f"eval/checkpoints/{name}/seed0/step0.run.json", RunRecord).inputs_sha256
+        for name in ("my-model", "other-theta")
+    )
+    assert first["weights"] == second["weights"]
+    assert first["settings"] != second["settings"]
+
+
+def test_settings_that_change_no_logit_are_not_in_the_digest_of_settings(made, tmp_path):
+    """So models of a hub, whose files are not there before a job, are found to be the same by their evaluations."""
+    folder, _ = made
+    shutil.copytree(folder / "my-model", tmp_path / "later")
+    config = json.loads((tmp_path / "later" / "config.json").read_text())
+    (tmp_path / "later" / "config.json").write_text(
+        json.dumps(config | {"transformers_version": "9", "bos_token_id": 3})
+    )
+    assert typed(tmp_path / "later", *SMALL, "--output", tmp_path / "out").exit_code == 0
+    first, second = (
+        read_json(path, RunRecord).inputs_sha256
+        for path in (
+            folder / "out/eval/checkpoints/my-model/seed0/step0.run.json",
+            tmp_path / "out/eval/checkpoints/later/seed0/step0.run.json",
+        )
+    )
+    assert first["settings"] == second["settings"]
+    assert first["config"] != second["config"]
 
 
 MISTAKES = {

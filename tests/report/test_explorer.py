@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
@@ -202,3 +203,15 @@ def test_too_many_arms_have_no_table_of_outcomes(built, data, monkeypatch):
     assert outcomes(pair, built.study, data, load_words("en")) is not None
     monkeypatch.setattr("aqnpipe.report.explorer.MAX_OUTCOME_COLUMNS", 4)
     assert outcomes(pair, built.study, data, load_words("en")) is None
+
+
+def test_without_answers_of_an_arm_at_the_level_there_is_no_table_of_outcomes(built, data):
+    pair = ArmPair(treatment="E5", control="baseline", noise_level=0.1)
+    assert outcomes(pair, built.study, data, load_words("en")) is not None
+    evaluations = [
+        SimpleNamespace(source=each.source, responses=lambda each=each: each.responses().filter(noise_level=0.0))
+        if each.source.arm == "E5b"
+        else each
+        for each in data.evaluations
+    ]
+    assert outcomes(pair, built.study, replace(data, evaluations=tuple(evaluations)), load_words("en")) is None

@@ -56,7 +56,7 @@ def execute(
     Exit code: that of the program; 2 if it is 0 and products had no error or nothing was proven. Options behind the
     first word of the program are the program's.
     """
-    if VARIABLE in os.environ:
+    if os.environ.get(VARIABLE):
         raise ConfigError(f"{VARIABLE} is in the environment: this is a noisy machine already, expected one `exec`")
     from aqnpipe.noise.program import ProgramMachine, read_receipts
 

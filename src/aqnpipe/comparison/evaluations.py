@@ -36,7 +36,7 @@ _FILE = "aqnpipe_table"
 _TOGETHER = 128
 """Tables read together: every query and every validation has a fixed cost, which is that of some thousand rows."""
 _IDENTITY_KEYS = frozenset({"model", "model_role", "arm", "arm_id", "seed", "step"})
-_INPUTS_THAT_MAY_DIFFER = frozenset({"weights", "tokenizer", "config"})
+_INPUTS_THAT_MAY_DIFFER = frozenset({"weights", "tokenizer", "config", "settings"})
 # Not the number of its workers, on which no result depends.
 _ENGINE = ("backend", "vllm", "enforce_eager")
 
@@ -96,7 +96,7 @@ class RefusedError(Exception):
 class LoadedEvaluation:
     """An evaluation in memory. `setting`: its settings and conditions. `weights`: digest of the evaluated weights.
 
-    Of a given checkpoint with that of its config.json: the same weights under other settings are another model.
+    Of a given checkpoint with that of its settings, under which the same weights may be another model.
     """
 
     source: EvaluationInput
@@ -178,7 +178,7 @@ def _loaded(
 
 def _weights(record: RunRecord) -> str | None:
     digest, is_given = record.inputs_sha256.get("weights"), record.identity["model"] == CHECKPOINTS
-    return f"{digest} {record.inputs_sha256.get('config')}" if is_given and digest is not None else digest
+    return f"{digest} {record.inputs_sha256.get('settings')}" if is_given and digest is not None else digest
 
 
 def _accuracies(

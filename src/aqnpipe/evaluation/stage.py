@@ -19,10 +19,17 @@ from aqnpipe.artifacts.evaluations import EvaluationTable
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
 from aqnpipe.artifacts.measured_errors import spec_with_figures
 from aqnpipe.artifacts.problems import ProblemTable
-from aqnpipe.artifacts.provenance import code_digest, sha256_of_file, sha256_of_files, short_digest, versions
+from aqnpipe.artifacts.provenance import (
+    code_digest,
+    sha256_of_file,
+    sha256_of_files,
+    sha256_of_json,
+    short_digest,
+    versions,
+)
 from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.evaluation import scorer_column
-from aqnpipe.config.model import read_model_config
+from aqnpipe.config.model import read_model_config, settings_of_values
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.examples import choose_examples, refuse_overlap
 from aqnpipe.data.graders import Grader, columns_of, graders_of, pairs
@@ -208,7 +215,8 @@ def _digests_of_outputs(outputs: StageFiles) -> dict[str, str]:
 
 
 def _digests_of_inputs(model_dir: Path, test_problems: Path, train_problems: Path | None) -> dict[str, str]:
-    digests = {"test_problems": sha256_of_file(test_problems)}
+    settings = sha256_of_json(settings_of_values(read_model_config(model_dir)))
+    digests = {"test_problems": sha256_of_file(test_problems), "settings": settings}
     if train_problems is not None:
         digests["train_problems"] = sha256_of_file(train_problems)
     return digests | {name.removesuffix("_sha256"): digest for name, digest in file_digests(model_dir).items()}

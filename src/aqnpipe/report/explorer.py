@@ -120,12 +120,15 @@ def explorer(pair: ArmPair, flipped: pl.DataFrame, num_questions: int, num_seeds
 def outcomes(pair: ArmPair, study: Study, data: ReportData, words: Words) -> Table | None:
     """Return in how many seeds each arm answers each question correctly, without questions that all answer alike.
 
-    Responses as in `flips`, of all arms of the same model. None if there are none, or more arms than a table can show.
+    Responses as in `flips`, of all arms of the same model. None if an arm has none, or there are
+    more arms than a table can show.
     """
     arms = list(dict.fromkeys(evaluated.source.arm for evaluated in _of_model(pair, study, data)))
     if not 0 < len(arms) <= MAX_OUTCOME_COLUMNS:
         return None
     answers = pl.concat(part.select("arm", "question_id", "correct") for part in _answers(pair, study, data, arms))
+    if set(answers["arm"]) != set(arms):
+        return None
     correct = pl.col("correct")
     text = pl.format("{}/{}", correct.sum(), pl.len()).alias("text")
     counted = answers.group_by("question_id", "arm").agg(correct.mean().alias("share"), text)
