@@ -11,7 +11,7 @@ from aqnpipe.config.study import load_study_file
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "decide"
-STUDIES = ("decide", "fixed-machine")
+STUDIES = ("decide", "fixed-machine", "two-models")
 
 
 @pytest.fixture(scope="module")
