@@ -79,7 +79,7 @@ def test_every_error_model_is_proven_by_its_receipt(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--noise", "w4a16_nvfp"], "--noise: found 'w4a16_nvfp', expected a known name (did you mean w4a16_nvfp4?)"),
-        (["--noise", "fp8"], "--noise: found 'fp8', expected one of w8a8_fp8, w8a8_fp8_block, kv8_fp8"),
+        (["--noise", "w4a4"], "--noise: found 'w4a4', expected one of w4a4_mxfp4, w4a4_nvfp4"),
         (["--noise", "kv8_fp8", "--noise", "kv8_fp8"], "--noise kv8_fp8: given twice, expected once"),
         (["--noises", "gone.yaml"], "gone.yaml: no such file"),
         (["--noises", "empty.yaml"], "empty.yaml: (top level): found null, expected a mapping"),

@@ -67,8 +67,8 @@ def test_the_noise_at_a_level_is_the_one_that_its_name_stands_for():
         ("w4a16_nvfp4", "nvfp4", False),
         ("w4a4_mxfp4", "mxfp4", True),
         ("w4a4_nvfp4", "nvfp4", True),
-        ("w8a8_fp8", "fp8", True),
-        ("w8a8_fp8_block", "fp8_block", True),
+        ("fp8", "fp8", True),
+        ("fp8_block", "fp8_block", True),
     ],
 )
 def test_presets_quantize_weights_or_weights_and_activations_and_spare_the_output_projection(

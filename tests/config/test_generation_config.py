@@ -126,7 +126,7 @@ def test_shards_without_vllm_are_refused(config, backend):
 
 
 def test_shards_do_not_round_operands_which_one_worker_does(config):
-    config["evaluation"]["noises"] = {"w8a8": "w8a8_fp8"}
+    config["evaluation"]["noises"] = {"w8a8": "fp8"}
     load_study(on_shards(config, 1))
     with pytest.raises(ConfigError, match=r"noises\.w8a8\.\S+: .*as generation\.tensor_parallel divides operands"):
         load_study(on_shards(config, 2))

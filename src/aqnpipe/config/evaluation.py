@@ -34,10 +34,10 @@ from aqnpipe.config.noise import (
 from aqnpipe.config.validation_messages import did_you_mean
 from aqnpipe.errors import ConfigError
 
-Preset = Literal[
-    "w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4", "w8a8_fp8", "w8a8_fp8_block", "kv8_fp8", "kv8_int8"
-]
+Preset = Literal["w4a16_mxfp4", "w4a16_nvfp4", "w4a4_mxfp4", "w4a4_nvfp4", "fp8", "fp8_block", "kv8_fp8", "kv8_int8"]
 """Bits of weights and activations, and their format, in all linear modules but the output projection; kv: of the cache.
+
+fp8, fp8_block: eight of both, as engines call it.
 """
 
 PRESETS: tuple[Preset, ...] = get_args(Preset)
@@ -138,7 +138,7 @@ def level_noise(level: float, operators: OperatorSet, include_lm_head: bool) -> 
 
 def preset(name: Preset) -> EvaluationNoise:
     """Return the noise that a preset stands for."""
-    bits, _, number_format = name.partition("_")
+    bits, _, number_format = ("w8a8", "", name) if name.startswith("fp8") else name.partition("_")
     if bits == "kv8":
         return EvaluationNoise.model_validate({"kv_cache": number_format})
     activations = not bits.endswith("a16")
@@ -304,7 +304,7 @@ class EvaluationConfig(FrozenModel):
         default={},
         description="further noises by name, each evaluated once, or once per noise seed if it is random: settings of "
         "operator_noise, module_noise or kv_cache as in an arm, or a preset (w4a16_mxfp4, w4a16_nvfp4, w4a4_mxfp4, "
-        "w4a4_nvfp4, w8a8_fp8, w8a8_fp8_block, kv8_fp8, kv8_int8)",
+        "w4a4_nvfp4, fp8, fp8_block, kv8_fp8, kv8_int8)",
     )
     operators: OperatorSet = "matmul"
     include_lm_head: bool = True
