@@ -354,26 +354,35 @@ def test_nvfp4_is_bit_for_bit_what_ml_dtypes_gives_down_to_its_smallest_tensor_s
         assert_same_bits(in_nvfp4(tensor), expected)
 
 
-def fp8_reference(values, size, rows=1):
-    """FP8 in numpy's float32 with the cast of ml_dtypes, with a scale for blocks of `rows` x `size`."""
+def cast_by_ml_dtypes(values):
+    return values.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def cast_by_torch(values):
+    return torch.from_numpy(values).to(torch.float8_e4m3fn).float().numpy()
+
+
+def fp8_reference(values, cast, size, rows=1):
+    """FP8 in numpy's float32 with a library's cast, with a scale for blocks of `rows` x `size`."""
     found = np.empty_like(values)
     for top in range(0, values.shape[0], rows):
         for left in range(0, values.shape[1], size):
             block = values[top : top + rows, left : left + size]
             scale = np.maximum(np.abs(block).max() / np.float32(448), np.float32(2**-126))
-            elements = np.clip(block * (np.float32(1) / scale), -448, 448).astype(ml_dtypes.float8_e4m3fn)
-            found[top : top + rows, left : left + size] = elements.astype(np.float32) * scale
+            elements = np.clip(block * (np.float32(1) / scale), -448, 448)
+            found[top : top + rows, left : left + size] = cast(elements) * scale
     return found
 
 
+@pytest.mark.parametrize("cast", [cast_by_ml_dtypes, cast_by_torch])
 @pytest.mark.parametrize("shape", [(3, 32), (150, 300), (128, 256)])
 @pytest.mark.parametrize("exponent", [-120, -20, 0, 100])
-def test_fp8_is_bit_for_bit_what_ml_dtypes_gives(shape, exponent):
+def test_fp8_is_bit_for_bit_what_libraries_give(shape, exponent, cast):
     tensor = random_tensor(*shape) * torch.logspace(-6, 3, shape[1]) * 2.0**exponent
     for found, expected in (
-        (in_fp8(tensor), fp8_reference(tensor.numpy(), shape[1], shape[0])),
-        (in_fp8_block(tensor), fp8_reference(tensor.numpy(), 128)),
-        (in_fp8_block(tensor, is_weight=True), fp8_reference(tensor.numpy(), 128, 128)),
+        (in_fp8(tensor), fp8_reference(tensor.numpy(), cast, shape[1], shape[0])),
+        (in_fp8_block(tensor), fp8_reference(tensor.numpy(), cast, 128)),
+        (in_fp8_block(tensor, is_weight=True), fp8_reference(tensor.numpy(), cast, 128, 128)),
     ):
         assert_same_bits(found, torch.from_numpy(expected))
 
