@@ -8,7 +8,7 @@ from aqnpipe.artifacts.diagnoses import LayerSensitivity, SensitivityFile
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.main import app
 from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ModelError, StorageError
-from aqnpipe.report.sensitivity_chart import write_sensitivity_chart
+from aqnpipe.report.charts import write_sensitivity_chart
 
 FEW = ("--texts", 3, "--noise-seeds", 1)
 

@@ -54,8 +54,8 @@ def judged_statements(
     tests, others = adjusted_tests({"id": comparison}, {"id": found.p_value}, other, SETTINGS.alpha)
     claimed = tests["id"] if p_holm is None else replace(tests["id"], p_holm=p_holm)
     sizes = variance_parts(treatment - control), (claimed, others.get("id")), family_size
-    judgement = judge(contrast, estimate, *sizes, SETTINGS)
-    return judgement, statements_of(contrast, scores, estimate, judgement, SETTINGS)
+    judgement = judge(found, *sizes, SETTINGS)
+    return judgement, statements_of(found, judgement, SETTINGS)
 
 
 def judged(*sides, **test):
@@ -308,7 +308,7 @@ def test_verdict_p_value_and_interval_agree(seed):
     )
     for name, contrast in contrasts.items():
         parts, claim = VarianceParts(0.0, 0.1, 0.1), contrast.comparison
-        judgement = judge(contrast, estimates[name], parts, (tests[name], others.get(name)), 1, SETTINGS)
+        judgement = judge(found[name], parts, (tests[name], others.get(name)), 1, SETTINGS)
         low, high, verdict = judgement.ci_low, judgement.ci_high, judgement.verdict
         if estimates[name].num_seeds == 1 and not contrast.of_weights:
             assert (verdict, low, high, judgement.p_value) == ("not_shown", None, None, None)

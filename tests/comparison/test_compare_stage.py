@@ -140,23 +140,6 @@ def test_earlier_checkpoints_do_not_enter_comparisons(synthetic, artifacts, run,
     assert accuracy.filter(pl.col("step") == 30)["accuracy"].to_list() == [0.0, 0.0, 0.0]
 
 
-def test_other_questions_are_not_compared(artifacts, run):
-    rewrite_rows(find(artifacts, "E5"), lambda table: table.filter(pl.col("question_id") != "q00003"))
-    _, comparisons, claims = run(artifacts.study, artifacts.evaluations)
-    assert verdicts(claims)["E5b-vs-E5@0"] == "invalid"
-    assert "answered different questions" in reason(claims, "E5b-vs-E5@0")
-    assert comparisons.row(by_predicate=pl.col("comparison_id") == "E5b-vs-E5@0", named=True)["p_value"] is None
-    assert claims.family_size == 4
-
-
-def test_duplicated_rows_are_not_compared(artifacts, run):
-    source = find(artifacts, "E5")
-    table = pl.read_parquet(source.table)
-    write_parquet_with_checksum(source.table, pl.concat([table, table.head(2)]))
-    _, _, claims = run(artifacts.study, artifacts.evaluations)
-    assert "2 rows repeat" in reason(claims, "E5b-vs-E5@0")
-
-
 def test_noise_that_changes_no_response_is_compared_and_named(artifacts, run):
     """Receipts prove noise, which may be too small for the questions that were asked."""
     source = find(artifacts, "E5b", 1)
@@ -168,58 +151,65 @@ def test_noise_that_changes_no_response_is_compared_and_named(artifacts, run):
     assert all(reason(claims, claim.comparison_id) is None for claim in claims.claims)
 
 
+def with_record(**changes):
+    """Function that changes the record of an evaluation."""
+    return lambda source: write_json(source.record, read_json(source.record, RunRecord).model_copy(update=changes))
+
+
+def with_rows(change):
+    """Function that changes the table of an evaluation."""
+    return lambda source: write_parquet_with_checksum(source.table, change(pl.read_parquet(source.table)))
+
+
+def with_passes(change):
+    """Function that changes the receipts of an evaluation."""
+
+    def write(source):
+        receipts = read_json(source.receipt, EvaluationReceipts)
+        write_json(source.receipt, receipts.model_copy(update={"passes": tuple(change(receipts.passes))}))
+
+    return write
+
+
+def evaluated_with(**settings):
+    return {"dtype": "float32", "evaluation": {"max_response_tokens": 40, "primary_scorer": "strict"} | settings}
+
+
+def without_noise(passes):
+    clean = evaluation_receipt(0.0)
+    return [one.model_copy(update={"receipt": clean}) if one.noise_level else one for one in passes]
+
+
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("sabotage", "expected"),
     [
         (
-            {"config": {"dtype": "float32", "evaluation": {"max_response_tokens": 80, "primary_scorer": "strict"}}},
-            "config.evaluation.max_response_tokens is 40",
+            lambda source: rewrite_rows(source, lambda rows: rows.filter(pl.col("question_id") != "q00003")),
+            "answered different questions",
         ),
+        (with_rows(lambda rows: pl.concat([rows, rows.head(2)])), "2 rows repeat"),
+        (with_record(config=evaluated_with(max_response_tokens=80)), "config.evaluation.max_response_tokens is 40"),
+        (with_record(config=evaluated_with(primary_scorer="last_number")), "config.evaluation.primary_scorer is"),
+        (with_record(config={"dtype": "bfloat16"}), "config.dtype is 'float32'"),
+        (with_record(code_digest="fedcba"), "code_digest is"),
+        (with_record(inputs_sha256={"test_problems": "cd" * 32}), "inputs.test_problems is"),
+        (with_record(device="cuda"), "device is"),
         (
-            {
-                "config": {
-                    "dtype": "float32",
-                    "evaluation": {"max_response_tokens": 40, "primary_scorer": "last_number"},
-                }
-            },
-            "config.evaluation.primary_scorer is 'strict'",
+            with_record(identity={"model": "base", "arm": "E5", "seed": 1, "step": 60}),
+            "the record says seed 1, expected 0",
         ),
-        ({"config": {"dtype": "bfloat16"}}, "config.dtype is 'float32'"),
-        ({"code_digest": "fedcba"}, "code_digest is"),
-        ({"inputs_sha256": {"test_problems": "cd" * 32}}, "inputs.test_problems is"),
-        ({"device": "cuda"}, "device is"),
-        ({"identity": {"model": "base", "arm": "E5", "seed": 1, "step": 60}}, "the record says seed 1, expected 0"),
+        (with_passes(without_noise), "receipt invalid: evaluation at level 0.05"),
+        (with_passes(lambda passes: passes[:-1]), "no receipt for level 0.1, noise seed 1"),
     ],
 )
-def test_other_settings_are_not_compared(artifacts, run, change, expected):
-    source = find(artifacts, "E5")
-    old = read_json(source.record, RunRecord)
-    write_json(source.record, old.model_copy(update=change))
-    _, _, claims = run(artifacts.study, artifacts.evaluations)
+def test_what_is_wrong_with_an_evaluation_refuses_its_comparisons_alone(artifacts, run, sabotage, expected):
+    sabotage(find(artifacts, "E5"))
+    _, comparisons, claims = run(artifacts.study, artifacts.evaluations)
     assert verdicts(claims)["E5b-vs-E5@0"] == "invalid"
     assert expected in reason(claims, "E5b-vs-E5@0")
+    assert comparisons.row(by_predicate=pl.col("comparison_id") == "E5b-vs-E5@0", named=True)["p_value"] is None
     assert verdicts(claims)["baseline@0.1-vs-0"] != "invalid"
-
-
-def test_a_failed_receipt_is_not_compared(synthetic, artifacts, run):
-    source = find(artifacts, "E5")
-    receipts = read_json(source.receipt, EvaluationReceipts)
-    clean = evaluation_receipt(0.0)
-    broken = [
-        noise_pass.model_copy(update={"receipt": clean}) if noise_pass.noise_level else noise_pass
-        for noise_pass in receipts.passes
-    ]
-    write_json(source.receipt, receipts.model_copy(update={"passes": tuple(broken)}))
-    _, _, claims = run(artifacts.study, artifacts.evaluations)
-    assert "receipt invalid: evaluation at level 0.05" in reason(claims, "E5b-vs-E5@0")
-
-
-def test_a_missing_receipt_is_not_compared(artifacts, run):
-    source = find(artifacts, "E5")
-    receipts = read_json(source.receipt, EvaluationReceipts)
-    write_json(source.receipt, receipts.model_copy(update={"passes": receipts.passes[:-1]}))
-    _, _, claims = run(artifacts.study, artifacts.evaluations)
-    assert "no receipt for level 0.1, noise seed 1" in reason(claims, "E5b-vs-E5@0")
+    assert claims.family_size == 4
 
 
 def test_a_run_without_its_last_step_is_not_compared(artifacts, run):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from aqnpipe.artifacts.comparisons import ClaimAtLook
 from aqnpipe.report.claims import look_table, seeds_per_arm
-from aqnpipe.report.page import look_figure
-from aqnpipe.report.summary import _look_lines
+from aqnpipe.report.markup import page_template
+from aqnpipe.report.stage import look_figure
 from aqnpipe.report.words import load_words
 
 
@@ -31,9 +31,20 @@ def test_a_claim_is_named_at_the_look_where_it_ended():
 
 
 def test_the_summary_has_the_same_looks_as_the_page():
-    lines = _look_lines(SimpleNamespace(claims=CLAIMS), load_words("en"))
-    assert lines[2:4] == ["| interim analysis | seeds | ended | open |", "| --- | --- | --- | --- |"]
-    assert lines[4:7] == [
+    words = load_words("en")
+    looks = look_table(CLAIMS, words)
+    overview, config = SimpleNamespace(rows=(), limits=()), SimpleNamespace(report=SimpleNamespace(), study="s")
+    config.report.title = config.report.question = "?"
+    given = {"w": words, "looks": looks, "overview": overview, "study": SimpleNamespace(config=config)}
+    empty = dict.fromkeys(("answer", "accuracy", "missing")) | dict.fromkeys(
+        ("rows", "scales", "codes", "versions"), ()
+    )
+    page = page_template("summary.md.jinja")
+    lines = page.render(**given, **empty, data=SimpleNamespace(missing=()), claims="", left_out="").splitlines()
+    start = lines.index(looks.caption)
+    assert lines[start + 2 : start + 7] == [
+        "| interim analysis | seeds | ended | open |",
+        "| --- | --- | --- | --- |",
         "| 1 | 2 | none | 2 |",
         "| 2 | 4 | claim a (supported) | 1 |",
         "| 3 | 6 | claim b (stopped, unlikely to be decided) | 0 |",

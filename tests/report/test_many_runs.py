@@ -64,7 +64,7 @@ def test_the_summary_is_cut_with_a_note(built, tmp_path, monkeypatch):
 def group(heading: str, **claims: tuple[str, str]) -> ClaimGroup:
     """Return a group of claims, each as its role and its verdict."""
     rows = tuple(
-        ClaimRow(name, name, False, verdict, "", "", "", "", None, None, heading, role, "")
+        ClaimRow(name, name, False, verdict, "", "", "", None, None, heading, role, "")
         for name, (role, verdict) in claims.items()
     )
     return ClaimGroup(heading, "", rows)

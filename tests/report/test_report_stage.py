@@ -23,7 +23,7 @@ from aqnpipe.report import numbers, tables
 from aqnpipe.report.charts import SeriesKey
 from aqnpipe.report.claims import answer_text
 from aqnpipe.report.markup import described, render_svg, series_colour, small_dot
-from aqnpipe.report.page import model_figures
+from aqnpipe.report.stage import model_figures
 from aqnpipe.report.training import MAX_DOTS, training_panels
 from aqnpipe.report.words import load_words
 

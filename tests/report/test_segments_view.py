@@ -6,7 +6,7 @@ import pytest
 
 from aqnpipe.artifacts.comparisons import ClaimsFile, SegmentEffect
 from aqnpipe.report.numbers import MISSING, points
-from aqnpipe.report.page import segment_figure
+from aqnpipe.report.stage import segment_figure
 from aqnpipe.report.words import load_words
 
 CLAIMS = SimpleNamespace(

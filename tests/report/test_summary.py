@@ -7,7 +7,8 @@ import pytest
 from aqnpipe.artifacts.comparisons import ClaimsFile
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.config.study import load_study_file
-from aqnpipe.report.summary import _accuracy_lines, markdown
+from aqnpipe.report.markup import markdown
+from aqnpipe.report.summary import accuracy
 from aqnpipe.report.tables import arm_table
 from aqnpipe.report.words import load_words
 
@@ -71,7 +72,8 @@ def test_given_checkpoints_have_no_steps_seeds_or_arms(monkeypatch, name, has_st
     ]
     words, last = load_words("en"), pl.DataFrame(rows)
     table = arm_table(study, last, words)
-    text = " ".join([table.title, table.head, *_accuracy_lines(study, last, set(), words)])
+    found = accuracy(study, last, set(), words)
+    text = " ".join([table.title, table.head, found.caption, *found.headers, *found.notes])
     assert [word in text for word in ("last step", "seeds", "arm")] == [has_steps] * 3
     assert ("checkpoint" in text) is not has_steps
     assert [row["cells"] for row in table.rows if row["name"] in study.arms] == [("50.0",)] * len(study.arms)

@@ -69,7 +69,7 @@ def sensitivity(
     from aqnpipe.diagnosis.api import device_label
     from aqnpipe.diagnosis.sensitivity import layers as measurement
     from aqnpipe.models.loading import load_tokenizer
-    from aqnpipe.report.sensitivity_chart import check_format, write_sensitivity_chart
+    from aqnpipe.report.charts import check_format, write_sensitivity_chart
 
     refuse_level("--scale", scale)
     check_writable("--json", json)

@@ -2,7 +2,7 @@
 
 In a study that adds seeds, each claim has the numbers of the look at which it ended."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from aqnpipe.artifacts.comparisons import Claim, ClaimAtLook, ClaimVerdict, Look
 from aqnpipe.comparison.contrasts import Checkpoint, Contrast, Contrasts, Scores
 from aqnpipe.comparison.evaluations import LoadedEvaluation
 from aqnpipe.comparison.identity import comparison_ids
-from aqnpipe.comparison.judgement import EFFECTS, Judgement, is_decidable
+from aqnpipe.comparison.judgement import EFFECTS, Evidence, Judgement
 from aqnpipe.config.analysis import Comparison, StatisticsConfig
 from aqnpipe.config.study import Study
 from aqnpipe.statistics.clusters import neighbours_vary_together
@@ -22,23 +22,22 @@ _NOTABLE = 0.01
 """Differences below a point are not compared between scorers."""
 
 
-def statements_of(
-    contrast: Contrast, scores: Scores, estimate: Estimate, judgement: Judgement, settings: StatisticsConfig
-) -> tuple[Statement, ...]:
+def statements_of(evidence: Evidence, judgement: Judgement, settings: StatisticsConfig) -> tuple[Statement, ...]:
     """Return the statements of a tested comparison; the first has the numbers."""
-    found = [
-        _numbers(contrast, scores, estimate, judgement),
-        *_answer_format(contrast, scores, estimate),
-        *_parts_of_degradation(contrast, scores, estimate),
-        *_other_scorers(scores, estimate),
+    contrast, scores = evidence.contrast, evidence.contrast.scores
+    if scores is None:
+        raise ValueError(f"{contrast.comparison_id} was not tested")
+    return (
+        _numbers(evidence, scores, judgement),
+        *_answer_format(evidence, scores),
+        *_parts_of_degradation(evidence, scores),
+        *_other_scorers(scores, evidence.estimate),
         *_conclusion(contrast, judgement),
         *_undeclared_clusters(scores),
         *_unchanged_responses(scores),
         *([statement("claim.other_tokens")] if contrast.has_other_tokens else []),
-    ]
-    if judgement.verdict == "not_shown":
-        found += _why_not_shown(contrast, estimate, judgement, settings)
-    return tuple(found)
+        *(_why_not_shown(evidence, judgement, settings) if judgement.verdict == "not_shown" else ()),
+    )
 
 
 def _sides(contrast: Contrast, scores: Scores) -> Statement:
@@ -47,93 +46,85 @@ def _sides(contrast: Contrast, scores: Scores) -> Statement:
     first, second = scores.treatment_accuracy, scores.control_accuracy
     match contrast.comparison.kind:
         case "degradation":
+            ours, theirs = float(scores.treatment.mean()), float(scores.control.mean())
             return statement(
                 "claim.sides.degradation",
                 treatment=treatment,
                 control=control,
                 level=level,
-                treatment_change=float(scores.treatment.mean()),
-                control_change=float(scores.control.mean()),
+                treatment_change=ours,
+                control_change=theirs,
             )
         case "levels":
             return statement("claim.sides.levels", treatment=treatment, level=level, first=first, second=second)
         case _ if level == 0:
             return statement("claim.sides.arms", treatment=treatment, control=control, first=first, second=second)
-        case _:
-            return statement(
-                "claim.sides.arms_under_noise",
-                treatment=treatment,
-                control=control,
-                level=level,
-                first=first,
-                second=second,
-            )
+    return statement(
+        "claim.sides.arms_under_noise", treatment=treatment, control=control, level=level, first=first, second=second
+    )
 
 
-def _numbers(contrast: Contrast, scores: Scores, estimate: Estimate, judgement: Judgement) -> Statement:
-    sides = _sides(contrast, scores)
-    seeds, questions = estimate.num_seeds, estimate.num_questions
-    sample = statement("detail.sample", seeds=seeds, questions=questions)
-    if scores.clusters is not None:
-        clusters = estimate.num_units
-        sample = statement("detail.sample_in_clusters", seeds=seeds, questions=questions, clusters=clusters)
+def _numbers(evidence: Evidence, scores: Scores, judgement: Judgement) -> Statement:
+    estimate, sides = evidence.estimate, _sides(evidence.contrast, scores)
+    seeds, questions, clusters = estimate.num_seeds, estimate.num_questions, estimate.num_units
+    sample = (
+        statement("detail.sample", seeds=seeds, questions=questions)
+        if scores.clusters is None
+        else statement("detail.sample_in_clusters", seeds=seeds, questions=questions, clusters=clusters)
+    )
     if estimate.method == "no_variance" and estimate.difference == 0:
         return statement("claim.identical", sides=sides, sample=sample)
+    details: tuple[Statement, ...] = (sample,)
+    low, high, margin = judgement.ci_low, judgement.ci_high, evidence.claim.margin
     p_value = judgement.p_value if judgement.p_looks is None else judgement.p_looks
-    if judgement.ci_low is None or judgement.ci_high is None or p_value is None:
-        return statement("claim.difference", sides=sides, difference=estimate.difference, details=(sample,))
-    margin = contrast.comparison.margin
-    details = (
-        statement(
-            "detail.interval.fractions", level=judgement.interval_level, low=judgement.ci_low, high=judgement.ci_high
-        ),
-        *([] if margin is None else [statement("detail.margin", margin=margin)]),
-        *_p_values(contrast, judgement, p_value),
-        sample,
-    )
+    if low is not None and high is not None and p_value is not None:
+        details = (
+            statement("detail.interval.fractions", level=judgement.interval_level, low=low, high=high),
+            *([] if margin is None else [statement("detail.margin", margin=margin)]),
+            _p_values(evidence.claim, judgement, p_value),
+            sample,
+        )
     return statement("claim.difference", sides=sides, difference=estimate.difference, details=details)
 
 
-def _p_values(contrast: Contrast, judgement: Judgement, p_value: float) -> list[Statement]:
+def _p_values(claim: Comparison, judgement: Judgement, p_value: float) -> Statement:
     """Return the p-values behind the verdict; Holm's adjustment only where the claim shares its error rate."""
     if judgement.verdict == "equivalent" and judgement.other is not None:
-        return [statement("detail.p_equivalent", p=judgement.other.p_value, p_holm=judgement.other.p_holm)]
-    if contrast.comparison.role != "secondary":
-        return [statement("detail.p", p=p_value)]
-    return [statement("detail.p_and_holm", p=p_value, p_holm=judgement.claimed.p_holm)]
+        return statement("detail.p_equivalent", p=judgement.other.p_value, p_holm=judgement.other.p_holm)
+    if claim.role != "secondary":
+        return statement("detail.p", p=p_value)
+    return statement("detail.p_and_holm", p=p_value, p_holm=judgement.claimed.p_holm)
 
 
-def _undeclared_clusters(scores: Scores) -> list[Statement]:
-    """Return what shows that answers vary together though the study does not declare it."""
-    found = []
+def _undeclared_clusters(scores: Scores) -> Iterator[Statement]:
+    """Yield what shows that answers vary together though the study does not declare it."""
     if scores.clusters is None and neighbours_vary_together(scores.differences.mean(axis=0)):
-        found.append(statement("claim.clustered"))
+        yield statement("claim.clustered")
     # Questions of a cluster may be in one batch: only changes between noise draws tell both apart.
     if scores.batches is not None and (scores.clusters is None or len(scores.draws) > 1):
         correlation = scores.batches.notable_correlation(scores.draws)
-        found += [] if correlation is None else [statement("claim.batches", correlation=correlation)]
-    return found
+        if correlation is not None:
+            yield statement("claim.batches", correlation=correlation)
 
 
-def _unchanged_responses(scores: Scores) -> list[Statement]:
-    """Return what says that noise changed no response; that there was noise is shown by the receipts."""
-    if not scores.unchanged:
-        return []
-    return [statement("claim.unchanged_responses", run=scores.unchanged[0], runs=len(scores.unchanged))]
+def _unchanged_responses(scores: Scores) -> Iterator[Statement]:
+    """Yield what says that noise changed no response; that there was noise is shown by the receipts."""
+    if scores.unchanged:
+        yield statement("claim.unchanged_responses", run=scores.unchanged[0], runs=len(scores.unchanged))
 
 
-def _conclusion(contrast: Contrast, judgement: Judgement) -> list[Statement]:
-    claim = contrast.comparison
+def _conclusion(contrast: Contrast, judgement: Judgement) -> Iterator[Statement]:
+    claim, treatment, control = contrast.comparison, contrast.treatment.arm, contrast.control.arm
     if judgement.verdict == "refuted":
-        return [statement("claim.opposite" if claim.margin is None else "claim.beyond_margin")]
-    if judgement.verdict != "supported" or claim.margin is None:
-        return []
-    if claim.test == "equivalence":
-        return [statement("claim.equivalent", margin=claim.margin)]
-    treatment, control = contrast.treatment.arm, contrast.control.arm
-    if claim.kind == "levels":
-        return [statement("claim.noise_costs_less", treatment=treatment, margin=claim.margin)]
-    return [statement("claim.no_worse", treatment=treatment, control=control, margin=claim.margin)]
+        yield statement("claim.opposite" if claim.margin is None else "claim.beyond_margin")
+    elif judgement.verdict != "supported" or claim.margin is None:
+        return
+    elif claim.test == "equivalence":
+        yield statement("claim.equivalent", margin=claim.margin)
+    elif claim.kind == "levels":
+        yield statement("claim.noise_costs_less", treatment=treatment, margin=claim.margin)
+    else:
+        yield statement("claim.no_worse", treatment=treatment, control=control, margin=claim.margin)
 
 
 def _seeds_for(effect: float, seeds: int | None) -> Statement:
@@ -142,31 +133,22 @@ def _seeds_for(effect: float, seeds: int | None) -> Statement:
     return statement("detail.seeds_for", effect=effect, seeds=seeds)
 
 
-def _parts_of_degradation(contrast: Contrast, scores: Scores, estimate: Estimate) -> list[Statement]:
-    """Return what a degradation is made of, because a model that is worse without noise has less to lose."""
-    if contrast.comparison.kind != "degradation":
-        return []
-    at_level = scores.treatment_accuracy - scores.control_accuracy
-    return [
-        statement(
-            "claim.parts_of_degradation",
-            level=contrast.treatment.noise_level,
-            at_level=at_level,
-            clean=at_level - estimate.difference,
-        )
-    ]
+def _parts_of_degradation(evidence: Evidence, scores: Scores) -> Iterator[Statement]:
+    """Yield what a degradation is made of, because a model that is worse without noise has less to lose."""
+    if evidence.claim.kind == "degradation":
+        level, at_level = evidence.contrast.treatment.noise_level, scores.treatment_accuracy - scores.control_accuracy
+        clean = at_level - evidence.estimate.difference
+        yield statement("claim.parts_of_degradation", level=level, at_level=at_level, clean=clean)
 
 
-def _other_scorers(scores: Scores, estimate: Estimate) -> list[Statement]:
-    """Return the differences by other scorers where they have the other sign, or less than half of the size.
+def _other_scorers(scores: Scores, estimate: Estimate) -> Iterator[Statement]:
+    """Yield the differences by other scorers where they have the other sign, or less than half of the size.
 
     An effect that one scorer hardly sees is on the format of answers, not on whether they are right.
     """
-    return [
-        statement("claim.other_scorer", scorer=scorer, difference=difference)
-        for scorer, difference in scores.by_scorer.items()
-        if _is_other(difference, estimate.difference)
-    ]
+    for scorer, difference in scores.by_scorer.items():
+        if _is_other(difference, estimate.difference):
+            yield statement("claim.other_scorer", scorer=scorer, difference=difference)
 
 
 def _is_other(difference: float, own: float) -> bool:
@@ -174,35 +156,31 @@ def _is_other(difference: float, own: float) -> bool:
     return is_opposite_or_small and max(abs(difference), abs(own)) >= _NOTABLE
 
 
-def _answer_format(contrast: Contrast, scores: Scores, estimate: Estimate) -> list[Statement]:
-    """Return how much of a control's difference is answer format: what goes if the last number of a response counts.
+def _answer_format(evidence: Evidence, scores: Scores) -> Iterator[Statement]:
+    """Yield how much of a control's difference is answer format: what goes if the last number of a response counts.
 
     Nothing where that scorer is the study's own, or finds another effect, which `_other_scorers` states.
     """
-    own, by_number = estimate.difference, scores.by_scorer.get("last_number", 0.0)
-    if contrast.comparison.role != "control" or own * by_number <= 0 or _is_other(by_number, own):
-        return []
-    return [statement("claim.answer_format", part=own - by_number, difference=by_number)]
+    own, by_number = evidence.estimate.difference, scores.by_scorer.get("last_number", 0.0)
+    if evidence.claim.role == "control" and own * by_number > 0 and not _is_other(by_number, own):
+        yield statement("claim.answer_format", part=own - by_number, difference=by_number)
 
 
-def _why_not_shown(
-    contrast: Contrast, estimate: Estimate, judgement: Judgement, settings: StatisticsConfig
-) -> list[Statement]:
-    if not is_decidable(contrast, estimate):
-        return [statement("claim.one_run")]
-    found = []
-    limit, has_margin = judgement.minimum_detectable_difference, contrast.comparison.margin is not None
+def _why_not_shown(evidence: Evidence, judgement: Judgement, settings: StatisticsConfig) -> Iterator[Statement]:
+    if not evidence.is_decidable:
+        yield statement("claim.one_run")
+        return
+    limit, has_margin = judgement.minimum_detectable_difference, evidence.claim.margin is not None
     if limit is not None and limit < 1:
         key = "inside_margin" if has_margin else "difference"
-        found.append(statement(f"claim.detectable.{key}", limit=limit, power=settings.power))
-    if has_margin or estimate.difference == 0:
-        return found
+        yield statement(f"claim.detectable.{key}", limit=limit, power=settings.power)
+    if has_margin or evidence.estimate.difference == 0:
+        return
     if judgement.seeds_for:
         effects = tuple(_seeds_for(*pair) for pair in zip(EFFECTS, judgement.seeds_for, strict=True))
-        found.append(statement("claim.seeds_for", power=settings.power, effects=effects))
+        yield statement("claim.seeds_for", power=settings.power, effects=effects)
     elif judgement.questions_needed is not None:
-        found.append(statement("claim.questions_needed", questions=judgement.questions_needed))
-    return found
+        yield statement("claim.questions_needed", questions=judgement.questions_needed)
 
 
 def answer_of(

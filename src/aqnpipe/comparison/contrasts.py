@@ -50,6 +50,12 @@ class _SideScores:
     accuracy: float
     by_scorer: Mapping[str, float]
 
+    def minus(self, other: "_SideScores") -> "_SideScores":
+        """Return the differences; a single seed is that of all seeds of the other side."""
+        by_scorer = {name: value - other.by_scorer[name] for name, value in self.by_scorer.items()}
+        accuracy = self.accuracy - other.accuracy
+        return _SideScores(self.correct - other.correct, self.draws - other.draws, accuracy, by_scorer)
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -207,33 +213,26 @@ class Contrasts:
         comparison: Comparison,
     ) -> Scores:
         number = len(pairs)
-        treated = self._at(treatment, number)
-        untreated = self._at(control, 1 if control.arm == PRETRAINED and treatment.arm != PRETRAINED else number)
-        ours, theirs, draws = treated.correct, untreated.correct, treated.draws - untreated.draws
-        by_scorer = {name: treated.by_scorer[name] - untreated.by_scorer[name] for name in treated.by_scorer}
-        is_degradation = comparison.kind == "degradation"
+        num_controls = 1 if control.arm == PRETRAINED and treatment.arm != PRETRAINED else number
+        treated, untreated = self._at(treatment, number), self._at(control, num_controls)
+        ours, theirs, is_degradation = treated, untreated, comparison.kind == "degradation"
         if is_degradation:
-            first = self._at(replace(treatment, noise_level=0.0), len(ours))
-            second = self._at(replace(control, noise_level=0.0), len(theirs))
-            ours, theirs = ours - first.correct, theirs - second.correct
-            draws = draws - (first.draws - second.draws)
-            by_scorer = {
-                name: difference - (first.by_scorer[name] - second.by_scorer[name])
-                for name, difference in by_scorer.items()
-            }
+            ours = treated.minus(self._at(replace(treatment, noise_level=0.0), number))
+            theirs = untreated.minus(self._at(replace(control, noise_level=0.0), num_controls))
+        found, level = ours.minus(theirs), pairs[0][0].levels[treatment.noise_level]
         return Scores(
-            treatment=ours,
-            control=theirs,
+            treatment=ours.correct,
+            control=theirs.correct,
             treatment_accuracy=treated.accuracy,
             control_accuracy=untreated.accuracy,
             seed_variance=self._seed_variance(treatment, control, comparison),
             seeds=tuple(pair[1 if treatment.arm == PRETRAINED else 0].source.seed for pair in pairs),
             bound=2.0 if is_degradation else 1.0,
-            by_scorer=by_scorer,
-            clusters=pairs[0][0].levels[treatment.noise_level].clusters,
-            draws=draws,
-            batches=pairs[0][0].levels[treatment.noise_level].batches,
-            question_ids=pairs[0][0].levels[treatment.noise_level].question_ids,
+            by_scorer=found.by_scorer,
+            clusters=level.clusters,
+            draws=found.draws,
+            batches=level.batches,
+            question_ids=level.question_ids,
             unchanged=_unchanged([pair[0] for pair in pairs], treatment)
             + _unchanged([pair[1] for pair in pairs], control),
         )

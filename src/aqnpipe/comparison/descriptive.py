@@ -21,7 +21,7 @@ from aqnpipe.config.study import Study
 from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.clusters import Clusters
 from aqnpipe.statistics.crossed_effects import estimate_difference
-from aqnpipe.statistics.robustness import mean_slopes, robustness_row
+from aqnpipe.statistics.curves import robustness_row, slope_per_question
 
 MIN_QUESTIONS = 10
 """A smaller segment is left out: its interval says nothing."""
@@ -31,51 +31,49 @@ MAX_SEGMENTS = 12
 
 def robustness_rows(study: Study, contrasts: Contrasts) -> list[dict[str, Any]]:
     """Return a row per arm, over all noise levels after the last step, as in `RobustnessTable`."""
-    levels = sorted(study.config.evaluation.noise_levels)
-    if len(levels) < 2:
-        return []
-    alpha = study.config.statistics.alpha
-    found = (
-        _robustness_of_model(role, study.evaluated_arms(role), levels, contrasts, alpha) for role in study.model_roles()
-    )
-    return [row for rows in found for row in rows]
+    levels, alpha = sorted(study.config.evaluation.noise_levels), study.config.statistics.alpha
+    models = study.model_roles() if len(levels) > 1 else ()
+    return [
+        {"model": model, "num_seeds": 0, "num_questions": 0, "num_levels": 0} | row
+        for model in models
+        for row in _robustness_of_model(model, study.evaluated_arms(model), levels, contrasts, alpha)
+    ]
 
 
 def _robustness_of_model(
     model: str, arms: Sequence[str], levels: Sequence[float], contrasts: Contrasts, alpha: float
-) -> list[dict[str, Any]]:
-    empty = {"model": model, "num_seeds": 0, "num_questions": 0, "num_levels": 0}
-    found: dict[str, list[FloatArray]] = {}
-    clusters: dict[str, Clusters | None] = {}
+) -> Iterator[dict[str, Any]]:
+    found: dict[str, tuple[FloatArray, Clusters | None]] = {}
     problems: dict[str, str] = {}
     for arm in arms:
         try:
             runs = contrasts.runs_of(model, arm)
-            found[arm], clusters[arm] = _outcomes(runs, levels), runs[0].levels[levels[0]].clusters
+            found[arm] = _mean_outcomes(runs, levels), runs[0].levels[levels[0]].clusters
         except RefusedError as error:
             problems[arm] = error.refusal.reason
-    slopes = {arm: mean_slopes(levels, outcomes) for arm, outcomes in found.items() if arm != PRETRAINED}
+    trained = {arm: means for arm, (means, _) in found.items() if arm != PRETRAINED}
+    slopes = {arm: slope_per_question(levels, means).mean(axis=1) for arm, means in trained.items()}
     most = max(map(len, slopes.values()), default=0)
     # An arm may have fewer seeds than others, always the first ones.
     padded = {arm: np.append(values, np.full(most - len(values), np.nan)) for arm, values in slopes.items()}
     variances = contrasts.variances(model, padded)
-    return [
-        empty | {"arm": arm, "problem": problems[arm]}
-        if arm in problems
-        else empty | {"arm": arm} | robustness_row(levels, found[arm], variances.of(arm), alpha, clusters[arm])
-        for arm in arms
-    ]
+    for arm in arms:
+        if arm in problems:
+            yield {"arm": arm, "problem": problems[arm]}
+        else:
+            means, clusters = found[arm]
+            yield {"arm": arm} | robustness_row(levels, means, variances.of(arm), alpha, clusters)
 
 
-def _outcomes(runs: Sequence[LoadedEvaluation], levels: Sequence[float]) -> list[FloatArray]:
-    """Correctness [seed, noise seed, question] at every level; RefusedError if the runs cannot be compared."""
+def _mean_outcomes(runs: Sequence[LoadedEvaluation], levels: Sequence[float]) -> FloatArray:
+    """Return the mean scores [level, seed, question]; RefusedError if the runs cannot be compared."""
     for run in runs:
         refuse_bad_evaluation(run, levels)
     if len({run.levels[level].question_ids for run in runs for level in levels}) > 1:
         raise RefusedError("questions", "seeds answered different questions")
     if len({run.levels[level].noise_seeds for level in levels for run in runs if level > 0}) > 1:
         raise RefusedError("noise_seeds", "seeds were evaluated with different noise seeds")
-    return [np.stack([run.levels[level].correct for run in runs]) for level in levels]
+    return np.stack([np.stack([run.levels[level].correct for run in runs]).mean(axis=1) for level in levels])
 
 
 def difference_rows(study: Study, contrasts: Contrasts) -> list[dict[str, Any]]:

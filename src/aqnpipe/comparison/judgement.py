@@ -1,7 +1,7 @@
 """Judge a claim: p-value, interval and verdict of an estimate, by the test that the comparison declares."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aqnpipe.artifacts.comparisons import ClaimVerdict
 from aqnpipe.comparison.contrasts import Contrast
@@ -21,8 +21,27 @@ class Evidence:
 
     contrast: Contrast
     estimate: Estimate
-    p_value: float
-    p_other: float | None
+    p_value: float = 1.0
+    p_other: float | None = None
+
+    @property
+    def claim(self) -> Comparison:
+        """The comparison that states the claim."""
+        return self.contrast.comparison
+
+    @property
+    def is_decidable(self) -> bool:
+        """Return whether the data can support or refute the claim: a single run cannot where it is about arms.
+
+        Other claims are about given weights.
+        """
+        is_of_arms = not self.contrast.of_weights and self.contrast.treatment.arm != self.contrast.control.arm
+        return self.estimate.covers_seed_variance or not is_of_arms
+
+    @property
+    def largest_difference(self) -> float:
+        """The largest value that the difference can have."""
+        return largest_difference(self.claim)
 
 
 @dataclass(frozen=True)
@@ -63,37 +82,29 @@ class Judgement:
     seeds_for: tuple[int | None, ...] = ()
 
 
-def p_value_of(claim: TestedClaim, estimate: Estimate) -> float:
-    """Return the p-value of the test that the claim declares."""
-    return claim_p((claim.test, claim.margin), estimate.two_sided_p, estimate.upper_p, estimate.lower_p)
-
-
-def beyond_margin_p(claim: TestedClaim, estimate: Estimate) -> float | None:
-    """Return the p-value of the test that the difference lies beyond the margin; None for a claim without one.
-
-    non_inferiority: one-sided, below -margin. equivalence: two-sided, on either side.
-    """
-    if claim.margin is None:
-        return None
-    below = estimate.lower_p(-claim.margin)
-    return below if claim.test == "non_inferiority" else min(1.0, 2 * min(below, estimate.upper_p(claim.margin)))
-
-
-def other_p_value(claim: TestedClaim, estimate: Estimate) -> float | None:
-    """Return the p-value of a claim's other test: of a difference within `equivalent_within`, or beyond the margin."""
-    within = claim.equivalent_within
-    if within is None:
-        return beyond_margin_p(claim, estimate)
-    return min(1.0, 2 * max(estimate.upper_p(-within), estimate.lower_p(within)))
-
-
 def evidence_of(contrast: Contrast, estimate: Estimate) -> Evidence:
     """Return a claim with its estimate and p-values; those of a claim that the data cannot decide are 1."""
-    claim = contrast.comparison
-    other = other_p_value(claim, estimate)
-    if not is_decidable(contrast, estimate):
-        return Evidence(contrast, estimate, 1.0, None if other is None else 1.0)
-    return Evidence(contrast, estimate, p_value_of(claim, estimate), other)
+    found, claim = Evidence(contrast, estimate), contrast.comparison
+    other = _other_p_value(claim, estimate)
+    if not found.is_decidable:
+        return replace(found, p_other=None if other is None else 1.0)
+    p = claim_p((claim.test, claim.margin), estimate.two_sided_p, estimate.upper_p, estimate.lower_p)
+    return replace(found, p_value=p, p_other=other)
+
+
+def _other_p_value(claim: TestedClaim, estimate: Estimate) -> float | None:
+    """Return the p-value of a claim's other test: of a difference within `equivalent_within`, or beyond the margin.
+
+    The former is two one-sided tests. The latter is one-sided for non_inferiority, below -margin, and two-sided for
+    equivalence. None for a claim without either bound.
+    """
+    within, margin = claim.equivalent_within, claim.margin
+    if within is not None:
+        return min(1.0, 2 * max(estimate.upper_p(-within), estimate.lower_p(within)))
+    if margin is None:
+        return None
+    below = estimate.lower_p(-margin)
+    return below if claim.test == "non_inferiority" else min(1.0, 2 * min(below, estimate.upper_p(margin)))
 
 
 def adjusted_tests(
@@ -130,36 +141,25 @@ def largest_difference(claim: Comparison) -> float:
     return 2.0 if claim.kind == "degradation" else 1.0
 
 
-def is_decidable(contrast: Contrast, estimate: Estimate) -> bool:
-    """Return whether the data can support or refute the claim: a single run cannot where it is about arms.
-
-    Other claims are about given weights.
-    """
-    is_of_arms = not contrast.of_weights and contrast.treatment.arm != contrast.control.arm
-    return estimate.covers_seed_variance or not is_of_arms
-
-
 def judge(
-    contrast: Contrast,
-    estimate: Estimate,
+    evidence: Evidence,
     parts: VarianceParts,
     tests: tuple[Tested, Tested | None],
     family_size: int,
     settings: StatisticsConfig,
 ) -> Judgement:
     """Return the verdict and the numbers behind it; the family's strictest level is alpha / family_size."""
-    claim = contrast.comparison
+    claim, estimate, can_be_decided = evidence.claim, evidence.estimate, evidence.is_decidable
     strictest = settings.alpha / family_size
-    verdict, tail = verdict_of(contrast, estimate, *tests, settings.alpha)
-    can_be_decided = is_decidable(contrast, estimate)
-    interval = estimate.columns(1 - 2 * tail, largest_difference(claim)) if can_be_decided else {}
+    verdict, tail = verdict_of(evidence, *tests, settings.alpha)
+    interval = estimate.columns(1 - 2 * tail, evidence.largest_difference) if can_be_decided else {}
     distance, is_one_sided = _distance(claim, estimate.difference)
     deciding = (strictest if is_one_sided else strictest / 2, settings.power)
     sizes = (strictest if _is_one_sided(claim) else strictest / 2, settings.power)
     can_extrapolate = estimate.spread is not None and can_be_decided
     more_seeds = can_extrapolate and estimate.num_seeds > 1
     return Judgement(
-        p_value=p_value_of(claim, estimate) if can_be_decided else None,
+        p_value=evidence.p_value if can_be_decided else None,
         claimed=tests[0],
         other=tests[1],
         interval_level=1 - 2 * tail,
@@ -183,22 +183,20 @@ def _minimum_detectable(parts: VarianceParts, estimate: Estimate, tail: float, p
     return None if spread is None or estimate.spread is None else spread.minimum_detectable(tail, power)
 
 
-def verdict_of(
-    contrast: Contrast, estimate: Estimate, claimed: Tested, other: Tested | None, alpha: float
-) -> tuple[ClaimVerdict, float]:
+def verdict_of(evidence: Evidence, claimed: Tested, other: Tested | None, alpha: float) -> tuple[ClaimVerdict, float]:
     """Return the verdict and the one-sided level of the interval that says the same.
 
     The interval of a verdict is that of the test behind it; where nothing is shown, the wider one of both tests.
     """
-    claim = contrast.comparison
+    claim = evidence.claim
     widest = claimed.tail if other is None else min(claimed.tail, other.tail)
-    if not is_decidable(contrast, estimate):
+    if not evidence.is_decidable:
         return "not_shown", widest
     if other is not None and other.p_holm < min(alpha, claimed.p_holm):
         return ("refuted" if claim.equivalent_within is None else "equivalent"), other.tail
     if claimed.p_holm >= alpha:
         return "not_shown", widest
-    found = "higher" if estimate.difference > 0 else "lower"
+    found = "higher" if evidence.estimate.difference > 0 else "lower"
     is_as_claimed = claim.margin is not None or claim.direction in (found, "different")
     return ("supported" if is_as_claimed else "refuted"), claimed.tail
 

@@ -22,8 +22,6 @@ from aqnpipe.comparison.judgement import (
     Tested,
     adjusted_tests,
     evidence_of,
-    is_decidable,
-    largest_difference,
     verdict_of,
 )
 from aqnpipe.comparison.look_states import look_file, planned_looks, seeds_after
@@ -85,7 +83,7 @@ def claims_at(
 
 
 def _numbers(evidence: Evidence, looks: Looks, number: int) -> dict[str, object]:
-    claim = evidence.contrast.comparison
+    claim = evidence.claim
 
     def adjusted(p_value: float, *, one_sided: bool) -> float:
         return look_adjusted_p(looks, number, p_value, one_sided=one_sided)
@@ -131,9 +129,9 @@ def _after_look(
     number: int,
 ) -> ClaimAtLook:
     looks = planned_looks(design)
-    verdict, tail = verdict_of(evidence.contrast, evidence.estimate, *tests, design.alpha)
+    verdict, tail = verdict_of(evidence, *tests, design.alpha)
     at_look = nominal_tails(looks, tail, number)[-1]
-    interval = evidence.estimate.columns(1 - 2 * at_look, largest_difference(evidence.contrast.comparison))
+    interval = evidence.estimate.columns(1 - 2 * at_look, evidence.largest_difference)
     state: ClaimState = "open" if verdict == "not_shown" else verdict
     chance = _chance(evidence, tests, looks, number) if state == "open" and number < looks.num_planned else None
     return claim.model_copy(
@@ -154,8 +152,8 @@ def _chance(evidence: Evidence, tests: tuple[Tested, Tested | None], looks: Look
     The estimate at the maximum is normal about the present one with variance se^2 * (1 - t) at a share t of the seeds,
     if nothing was known about the difference before (predictive power: Spiegelhalter, Freedman & Blackburn 1986).
     """
-    estimate, claim = evidence.estimate, evidence.contrast.comparison
-    if estimate.spread is None or not is_decidable(evidence.contrast, estimate):
+    estimate, claim = evidence.estimate, evidence.claim
+    if estimate.spread is None or not evidence.is_decidable:
         return None
     low, high = estimate.interval(2 * stats.norm.cdf(1.0) - 1)
     error, share = (high - low) / 2, looks.seeds_at(number) / looks.planned

@@ -200,13 +200,13 @@ def _judged(
     decided: ClaimAtLook | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the columns of a comparison that was tested, and the fields of its claim: statements and seeds."""
-    contrast, estimate = evidence.contrast, evidence.estimate
+    claim, estimate = evidence.claim, evidence.estimate
     evenness = 1.0 if scores.clusters is None else scores.clusters.evenness
     parts = variance_parts(scores.differences, scores.seed_variance, evenness)
-    judgement = judge(contrast, estimate, parts, tests, family_size, settings)
+    judgement = judge(evidence, parts, tests, family_size, settings)
     if decided is not None:
         judgement = judgement_at_look(judgement, decided)
-    is_degradation = contrast.comparison.kind == "degradation"
+    is_degradation = claim.kind == "degradation"
     row = {
         "num_seeds": estimate.num_seeds,
         "num_questions": estimate.num_questions,
@@ -218,10 +218,10 @@ def _judged(
         "standard_error": estimate.spread.standard_error if estimate.spread else None,
         "degrees_of_freedom": estimate.spread.degrees_of_freedom if estimate.spread else None,
         "method": " ".join(estimate.analysis),
-        **_judgement_columns(judgement, has_margin=contrast.comparison.margin is not None),
+        **_judgement_columns(judgement, has_margin=claim.margin is not None),
     }
-    statements = statements_of(contrast, scores, estimate, judgement, settings)
-    at_look = () if decided is None else (look_statement(decided, contrast.comparison),)
+    statements = statements_of(evidence, judgement, settings)
+    at_look = () if decided is None else (look_statement(decided, claim),)
     return row, {"statements": (*statements, *at_look), "seeds": tuple(scores.by_seed(1 - settings.alpha))}
 
 

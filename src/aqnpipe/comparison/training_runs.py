@@ -1,15 +1,18 @@
 """The same training on two machines, or by two library versions: its metrics step by step, from files of either."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.errors import DataError
+from aqnpipe.statistics.arrays import FloatArray
 from aqnpipe.statistics.curves import compare_curves
 
 METRICS: Mapping[str, tuple[str, ...]] = {
@@ -164,7 +167,8 @@ def compare_runs(
         if not shared:
             raise DataError(f"{names[0]} and {names[1]}: no step in common with a value of {name}")
         steps.update(shared)
-        rows.append(_row(name, (columns[0], columns[1]), curves, shared, (alpha, len(present)), is_paired=is_paired))
+        row = _row(name, curves, shared, (alpha, len(present)), is_paired=is_paired)
+        rows.append(MetricDifference(metric=name, columns=(columns[0], columns[1]), **row))
     every = [set().union(*(run["step"].to_list() for run in group)) for group in groups]
     return RunComparison(
         first=names[0],
@@ -193,7 +197,7 @@ def _columns(
 
 def _curves(
     groups: Sequence[Sequence[pl.DataFrame]], columns: tuple[str, str]
-) -> tuple[list[int], list[np.ndarray[Any, np.dtype[np.float64]]]]:
+) -> tuple[list[int], tuple[FloatArray, FloatArray]]:
     """Return the steps at which every run of both sides has a value, and the values [run, step] of each side.
 
     The last value of a step counts: a run that was resumed may have logged a step twice.
@@ -203,61 +207,52 @@ def _curves(
         for group, column in zip(groups, columns, strict=True)
         for run in group
     ]
-    shared = runs[0].select("step")
-    for run in runs[1:]:
-        shared = shared.join(run, on="step", how="semi")
-    steps = shared.sort("step")
-    values = [steps.join(run, on="step", how="left", maintain_order="left")["value"].to_numpy() for run in runs]
-    first = len(groups[0])
-    return steps["step"].to_list(), [np.stack(values[:first]), np.stack(values[first:])]
+    aligned = pl.align_frames(*runs, on="step", how="inner")
+    values, first = np.stack([run["value"].to_numpy() for run in aligned]), len(groups[0])
+    return aligned[0]["step"].to_list(), (values[:first], values[first:])
 
 
 def _row(
     name: str,
-    columns: tuple[str, str],
-    curves: Sequence[np.ndarray[Any, np.dtype[np.float64]]],
+    curves: tuple[FloatArray, FloatArray],
     steps: Sequence[int],
     level: tuple[float, int],
     *,
     is_paired: bool,
-) -> MetricDifference:
-    """Return the difference of a metric; `level`: alpha, and the number of metrics that share it."""
-    alpha, num_metrics = level
-    first, second = curves
-    finite = np.isfinite(first).all(0) & np.isfinite(second).all(0)
-    is_lost = np.isfinite(first).all(0) != np.isfinite(second).all(0)
+) -> dict[str, Any]:
+    """Return the fields of the difference of a metric; `level`: alpha, and the number of metrics that share it."""
+    (alpha, num_metrics), (first, second), every_step = level, curves, np.array(steps)
+    is_finite = [np.isfinite(values).all(0) for values in curves]
+    finite = is_finite[0] & is_finite[1]
     if not finite.any():
         raise DataError(f"{name}: has no finite numbers at the steps that both sides have")
-    mean_first, mean_second = float(first[:, finite].mean()), float(second[:, finite].mean())
-    size = float(np.abs(first[:, finite]).mean())
-    unequal = None
-    if is_paired or first.shape[0] == second.shape[0] == 1:
+    ours, theirs = first[:, finite], second[:, finite]
+    difference, size = float(theirs.mean()) - float(ours.mean()), float(np.abs(ours).mean())
+    row: dict[str, Any] = {
+        "mean_first": float(ours.mean()),
+        "mean_second": float(theirs.mean()),
+        "difference": difference,
+        "relative": difference / size if size > 0 else None,
+        "first_unequal": None,
+    }
+    if is_paired or len(first) == len(second) == 1:
         same = (first == second) | (np.isnan(first) & np.isnan(second))
-        unequal = next((step for step, equal in zip(steps, same.all(0), strict=True) if not equal), None)
-    found = compare_curves(first[:, finite], second[:, finite], alpha / num_metrics, paired=is_paired)
-    used = [step for step, one in zip(steps, finite, strict=True) if one]
-    update: dict[str, Any] = {}
+        row["first_unequal"] = _first(every_step, ~same.all(0))
+    found = compare_curves(ours, theirs, alpha / num_metrics, paired=is_paired)
     if found is not None:
         index = found.first_beyond
-        p_adjusted = min(1.0, num_metrics * found.p_value)
-        update = {"ci_low": found.ci_low, "ci_high": found.ci_high, "p_adjusted": p_adjusted}
+        row |= {"ci_low": found.ci_low, "ci_high": found.ci_high, "p_adjusted": min(1.0, num_metrics * found.p_value)}
         if index is not None:
-            beyond = {"difference_beyond": float(found.at_step[index]), "band_beyond": float(found.band[index])}
-            update |= {"first_beyond": used[index]} | beyond
-    if is_lost.any():
-        # A number on one side and none on the other differ whatever the seeds.
-        lost = next(step for step, one in zip(steps, is_lost, strict=True) if one)
-        first_beyond = update.get("first_beyond")
-        if first_beyond is None or lost < first_beyond:
-            update |= {"first_beyond": lost, "difference_beyond": None, "band_beyond": None}
-        update["p_adjusted"] = 0.0
-    return MetricDifference(
-        metric=name,
-        columns=columns,
-        mean_first=mean_first,
-        mean_second=mean_second,
-        difference=mean_second - mean_first,
-        relative=(mean_second - mean_first) / size if size > 0 else None,
-        first_unequal=unequal,
-        **update,
-    )
+            row |= {"first_beyond": int(every_step[finite][index]), "difference_beyond": float(found.at_step[index])}
+            row |= {"band_beyond": float(found.band[index])}
+    # A number on one side and none on the other differ whatever the seeds.
+    lost = _first(every_step, is_finite[0] != is_finite[1])
+    if lost is not None:
+        row["p_adjusted"] = 0.0
+        if lost < row.get("first_beyond", math.inf):
+            row |= {"first_beyond": lost, "difference_beyond": None, "band_beyond": None}
+    return row
+
+
+def _first(steps: npt.NDArray[np.int64], is_found: npt.NDArray[np.bool_]) -> int | None:
+    return int(steps[is_found][0]) if is_found.any() else None

@@ -32,6 +32,10 @@ _NOISY_CONDITIONS = ("global", "targeted", "healthy_layers", "wrong_layers", "ra
 """Conditions with a fault and with noise, named by the place of the noise."""
 
 
+_KEYS = ("condition", "magnitude", "order")
+"""What a side of a comparison is: one condition at one magnitude and order."""
+
+
 @dataclass(frozen=True)
 class _Side:
     """One condition at one magnitude and order, with its losses [noise seed, text]."""
@@ -40,6 +44,7 @@ class _Side:
     magnitude: float
     order: str | None
     losses: FloatArray
+    mean_text_loss: float
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,15 @@ class _Contrast:
         """The conditions, magnitude and order in one name."""
         order = f"_{self.treatment.order}" if self.treatment.order else ""
         return f"{self.treatment.condition}_vs_{self.control.condition}_{self.treatment.magnitude:g}{order}"
+
+    def above(self, uniform: float) -> tuple[Statement, ...]:
+        """Return which sides are worse than guessing, so that their comparison says nothing."""
+        means = {side.condition: float(side.losses.mean()) for side in (self.treatment, self.control)}
+        return tuple(
+            statement("reason.above_uniform", name=name, loss=mean, uniform=uniform)
+            for name, mean in means.items()
+            if mean > uniform
+        )
 
 
 def existing_losses(plan: StudyPlan) -> list[tuple[StageFiles, Path]]:
@@ -90,54 +104,46 @@ def loss_file(
     table: pl.DataFrame, receipts: LossStudyReceipts, record: RunRecord, settings: StatisticsConfig
 ) -> LossStudyFile:
     """Return conditions and tested comparisons of a loss study; Holm adjusts within each family."""
-    sides = _sides(table)
-    uniform = math.log(receipts.vocabulary_size)
+    sides, uniform, alpha = _sides(table), math.log(receipts.vocabulary_size), settings.alpha
+    # In the order of the losses of a side.
+    by_text = table.unique("question_id").sort("question_id")
+    clusters = Clusters.of(by_text["cluster"].to_list()) if "cluster" in table.columns else None
     contrasts = list(_contrasts(sides))
-    clusters = _clusters(table)
-    estimates = [
-        estimate_difference(contrast.treatment.losses, contrast.control.losses, clusters=clusters)
-        for contrast in contrasts
-    ]
-    above = [_above_uniform(contrast, uniform) for contrast in contrasts]
-    adjusted = _adjusted(contrasts, estimates, above)
-    families = Counter(contrasts[index].family for index in adjusted)
+    estimates = [estimate_difference(one.treatment.losses, one.control.losses, clusters=clusters) for one in contrasts]
+    tested = [index for index, one in enumerate(contrasts) if not one.above(uniform)]
+    families = [contrasts[index].family for index in tested]
+    adjusted = holm_within_families(families, [estimates[index].two_sided_p() for index in tested])
+    p_holm = dict(zip(tested, adjusted, strict=True))
     return LossStudyFile(
         name=str(record.identity["name"]),
         model=str(record.identity["model"]),
         gamma=receipts.gamma,
         num_layers=receipts.num_layers,
         faulty_layers=receipts.faulty_layers,
-        num_texts=table["question_id"].n_unique(),
+        num_texts=len(by_text),
         uniform=uniform,
-        alpha=settings.alpha,
-        families=tuple(Family(name=name, size=size) for name, size in families.items()),
-        conditions=tuple(_condition(side, table, receipts, uniform) for side in sides),
+        alpha=alpha,
+        families=tuple(Family(name=name, size=size) for name, size in Counter(families).items()),
+        conditions=tuple(_condition(side, receipts, uniform) for side in sides),
         comparisons=tuple(
-            _comparison(contrast, estimate, adjusted.get(index), above[index], settings.alpha, clusters)
-            for index, (contrast, estimate) in enumerate(zip(contrasts, estimates, strict=True))
+            _comparison(contrast, estimates[index], p_holm.get(index), uniform, alpha, clusters)
+            for index, contrast in enumerate(contrasts)
         ),
     )
 
 
-def _clusters(table: pl.DataFrame) -> Clusters | None:
-    """Return the clusters of the texts, in the order of the losses of a side; None: each text is its own."""
-    if "cluster" not in table.columns:
-        return None
-    return Clusters.of(table.unique("question_id").sort("question_id")["cluster"].to_list())
-
-
 def _sides(table: pl.DataFrame) -> list[_Side]:
     ordered = table.sort("noise_seed", "question_id", maintain_order=True)
+    text_losses = {key: float(part["text_loss"].to_numpy().mean()) for key, part in table.group_by(_KEYS)}
     return [
         _Side(
             str(condition),
             float(magnitude),
             order,
             part["loss"].to_numpy().reshape(part["noise_seed"].n_unique(), -1).astype(np.float64),
+            text_losses[condition, magnitude, order],
         )
-        for (condition, magnitude, order), part in ordered.group_by(
-            "condition", "magnitude", "order", maintain_order=True
-        )
+        for (condition, magnitude, order), part in ordered.group_by(_KEYS, maintain_order=True)
     ]
 
 
@@ -170,64 +176,47 @@ def _placed_claim(name: Literal["noise_lowers_loss", "place_matters"], side: _Si
     return statement(f"loss_claim.placed_in_order.{name}", place=layers, magnitude=side.magnitude, order=order)
 
 
-def _above_uniform(contrast: _Contrast, uniform: float) -> tuple[Statement, ...]:
-    return tuple(
-        statement("reason.above_uniform", name=side.condition, loss=float(side.losses.mean()), uniform=uniform)
-        for side in (contrast.treatment, contrast.control)
-        if side.losses.mean() > uniform
-    )
-
-
-def _adjusted(
-    contrasts: Sequence[_Contrast], estimates: Sequence[Estimate], above: Sequence[tuple[Statement, ...]]
-) -> dict[int, float]:
-    """Return Holm-adjusted p-values by position; contrasts with a side worse than guessing are not tested."""
-    valid = [index for index, reasons in enumerate(above) if not reasons]
-    families = [contrasts[index].family for index in valid]
-    p_values = [estimates[index].two_sided_p() for index in valid]
-    return dict(zip(valid, holm_within_families(families, p_values), strict=True))
-
-
 def _comparison(
     contrast: _Contrast,
     estimate: Estimate,
     p_holm: float | None,
-    above: tuple[Statement, ...],
+    uniform: float,
     alpha: float,
     clusters: Clusters | None,
 ) -> LossStudyComparison:
-    low, high = estimate.interval(1 - alpha)
-    p_value = estimate.two_sided_p()
+    treatment, control, difference = contrast.treatment, contrast.control, estimate.difference
+    (low, high), p_value = estimate.interval(1 - alpha), estimate.two_sided_p()
     verdict: ClaimVerdict = "invalid"
-    conclusion = statement("evidence.invalid", reasons=above)
+    conclusion = statement("evidence.invalid", reasons=contrast.above(uniform))
     p_values = statement("detail.p", p=p_value)
     if p_holm is not None:
-        verdict = _verdict(contrast, estimate, p_holm, alpha)
+        is_as_claimed = ("higher" if difference > 0 else "lower") == contrast.expected
+        verdict = "not_shown" if p_holm >= alpha else "supported" if is_as_claimed else "refuted"
         conclusion = statement(f"conclusion.{verdict}")
         p_values = statement("detail.p_and_holm", p=p_value, p_holm=p_holm)
+    details = [statement("detail.interval.nats", level=1 - alpha, low=low, high=high), p_values]
+    if clusters is not None:
+        seeds, questions, number = estimate.num_seeds, estimate.num_questions, clusters.number
+        details.append(statement("detail.sample_in_clusters", seeds=seeds, questions=questions, clusters=number))
     numbers = statement(
         "result.nats",
-        treatment=contrast.treatment.condition,
-        control=contrast.control.condition,
-        difference=estimate.difference,
-        details=(
-            statement("detail.interval.nats", level=1 - alpha, low=low, high=high),
-            p_values,
-            *_sample(estimate, clusters),
-        ),
+        treatment=treatment.condition,
+        control=control.condition,
+        difference=difference,
+        details=tuple(details),
     )
-    differences = (contrast.treatment.losses - contrast.control.losses).mean(axis=0)
-    is_clustered = clusters is None and neighbours_vary_together(differences)
+    by_text = (treatment.losses - control.losses).mean(axis=0)
+    is_clustered = clusters is None and neighbours_vary_together(by_text)
     return LossStudyComparison(
         comparison_id=contrast.comparison_id,
         family=contrast.family,
-        magnitude=contrast.treatment.magnitude,
-        order=contrast.treatment.order,
-        treatment=contrast.treatment.condition,
-        control=contrast.control.condition,
+        magnitude=treatment.magnitude,
+        order=treatment.order,
+        treatment=treatment.condition,
+        control=control.condition,
         num_seeds=estimate.num_seeds,
         num_texts=estimate.num_questions,
-        difference=estimate.difference,
+        difference=difference,
         ci_low=low,
         ci_high=high,
         p_value=p_value,
@@ -238,33 +227,12 @@ def _comparison(
     )
 
 
-def _sample(estimate: Estimate, clusters: Clusters | None) -> list[Statement]:
-    if clusters is None:
-        return []
-    seeds, questions = estimate.num_seeds, estimate.num_questions
-    return [statement("detail.sample_in_clusters", seeds=seeds, questions=questions, clusters=clusters.number)]
-
-
-def _verdict(
-    contrast: _Contrast, estimate: Estimate, p_holm: float, alpha: float
-) -> Literal["supported", "refuted", "not_shown"]:
-    if p_holm >= alpha:
-        return "not_shown"
-    return "supported" if ("higher" if estimate.difference > 0 else "lower") == contrast.expected else "refuted"
-
-
-def _condition(side: _Side, table: pl.DataFrame, receipts: LossStudyReceipts, uniform: float) -> LossStudyCondition:
-    rows = table.filter(
-        pl.col("condition") == side.condition,
-        pl.col("magnitude") == side.magnitude,
-        pl.col("order").eq_missing(pl.lit(side.order)),
-    )
-    passes = [
-        study_pass
-        for study_pass in receipts.passes
-        if _key(study_pass)[:3] == (side.condition, side.magnitude, side.order)
-    ]
-    flows = [flow for study_pass in passes for flow in study_pass.receipt.gradient_flows]
+def _condition(side: _Side, receipts: LossStudyReceipts, uniform: float) -> LossStudyCondition:
+    passes = [one for one in receipts.passes if _key(one)[:3] == (side.condition, side.magnitude, side.order)]
+    cells = [cell for one in passes for cell in one.receipt.fault_cells]
+    flows = [flow for one in passes for flow in one.receipt.gradient_flows]
+    changed = _share([cell.changed for cell in cells], [cell.elements for cell in cells])
+    zeroed, arriving = ([(getattr(flow, name) ** 0.5) ** 2 for flow in flows] for name in ("zeroed_squares", "squares"))
     seed_means = side.losses.mean(axis=1)
     return LossStudyCondition(
         condition=side.condition,
@@ -273,20 +241,12 @@ def _condition(side: _Side, table: pl.DataFrame, receipts: LossStudyReceipts, un
         noised_layers=passes[0].noised_layers,
         mean_loss=float(side.losses.mean()),
         seed_sd=float(seed_means.std(ddof=1)) if len(seed_means) > 1 else None,
-        mean_text_loss=float(rows["text_loss"].to_numpy().mean()),
-        survival_rate=_survival(passes),
+        mean_text_loss=side.mean_text_loss,
+        survival_rate=None if changed is None else 1 - changed,
         gradient_zeroed_share=_share([flow.zeroed for flow in flows], [flow.elements for flow in flows]),
-        gradient_zeroed_norm_share=_share(
-            [(flow.zeroed_squares**0.5) ** 2 for flow in flows], [(flow.squares**0.5) ** 2 for flow in flows], power=0.5
-        ),
+        gradient_zeroed_norm_share=_share(zeroed, arriving, power=0.5),
         above_uniform=bool(side.losses.mean() > uniform),
     )
-
-
-def _survival(passes: Sequence[LossStudyPass]) -> float | None:
-    cells = [cell for study_pass in passes for cell in study_pass.receipt.fault_cells]
-    elements = sum(cell.elements for cell in cells)
-    return 1 - sum(cell.changed for cell in cells) / elements if elements else None
 
 
 def _share(part: Sequence[float], whole: Sequence[float], power: float = 1.0) -> float | None:
@@ -298,7 +258,7 @@ def _key(study_pass: LossStudyPass) -> tuple[str, float, str | None, int]:
 
 
 def _mismatches(table: pl.DataFrame, receipts: LossStudyReceipts) -> list[str]:
-    columns = ["condition", "magnitude", "order", "noise_seed"]
+    columns = [*_KEYS, "noise_seed"]
     in_table = set(table.select(columns).unique().iter_rows())
     in_receipts = {_key(study_pass) for study_pass in receipts.passes}
     problems = [f"no receipt for evaluation {key}" for key in sorted(in_table - in_receipts, key=str)]

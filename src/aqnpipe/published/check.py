@@ -4,8 +4,8 @@ Findings are statements for the report's catalogue of words.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +59,28 @@ _ROUNDING_UNITS = 1.0
 
 @dataclass(frozen=True)
 class _Tested:
-    """A claim with its result, the reasons why the comparison is not valid, and notes on its figures.
-
-    The last three are known once all claims are tested. `beyond_margin`: whether the difference lies beyond the margin
-    at the strictest level of the family.
-    """
+    """A claim with its result, the reasons why the comparison is not valid, and notes on its figures."""
 
     claim: PublishedClaim
     result: Result
     invalid: tuple[Statement, ...]
     notes: tuple[Statement, ...]
     p_run_to_run: float | None
-    p_holm: float | None = None
-    p_run_to_run_holm: float | None = None
-    beyond_margin: bool = False
+
+    @property
+    def p_values(self) -> tuple[float, float]:
+        """p over questions, and the larger one over questions and runs: a claim about arms has to hold for both."""
+        over_questions = float(self.result.p_value or 0.0)
+        return over_questions, max(over_questions, self.p_run_to_run or 0.0)
+
+
+@dataclass(frozen=True)
+class _Adjusted:
+    """p-values of a claim over its family, both kinds; and whether the difference lies beyond the claim's margin."""
+
+    p_holm: float | None
+    p_run_to_run_holm: float | None
+    beyond_margin: bool
 
 
 def check_published_file(path: Path) -> PublishedCheck:
@@ -85,23 +93,20 @@ def check_published_figures(published: PublishedFile) -> PublishedCheck:
     accuracies = {accuracy.id: _accuracy(accuracy, published.alpha) for accuracy in published.accuracies}
     losses = {loss.id: _loss(loss) for loss in published.losses}
     tested = [_tested(claim, published, accuracies, losses) for claim in published.claims]
-    adjusted, sizes = _adjusted(tested, [_question_p(test) for test in tested]), _family_sizes(tested)
-    runs_adjusted = _adjusted(tested, [_run_p(test) for test in tested])
-    claims = [
-        _claim(
-            replace(
-                test,
-                p_holm=adjusted.get(test.claim.id),
-                p_run_to_run_holm=None if test.p_run_to_run is None else runs_adjusted.get(test.claim.id),
-                beyond_margin=_beyond_margin(test.claim, published, sizes[test.claim.family]),
-            ),
-            published,
-        )
-        for test in tested
-    ]
+    valid = [test for test in tested if not test.invalid and test.result.p_value is not None]
+    families = [test.claim.family for test in valid]
+    sizes = Counter(families)
+    kinds = (holm_within_families(families, [test.p_values[kind] for test in valid]) for kind in (0, 1))
+    adjusted = {test.claim.id: p_values for test, *p_values in zip(valid, *kinds, strict=True)}
+    claims = []
+    for test in tested:
+        p_holm, p_runs = adjusted.get(test.claim.id, (None, None))
+        beyond = _beyond_margin(test.claim, published, max(sizes[test.claim.family], 1))
+        found = _Adjusted(p_holm, None if test.p_run_to_run is None else p_runs, beyond)
+        claims.append(_claim(test, found, published))
     return PublishedCheck(
         **{name: getattr(published, name) for name in ("title", "source", "alpha", "power")},
-        family_size=len(adjusted),
+        family_size=len(valid),
         run_sd_points=published.run_scatter.points if published.run_scatter else None,
         run_sd_runs=published.run_scatter.num_runs if published.run_scatter else None,
         accuracies=tuple(accuracies.values()),
@@ -149,25 +154,28 @@ def _tested(
     accuracies: Mapping[str, CheckedAccuracy],
     losses: Mapping[str, CheckedLoss],
 ) -> _Tested:
-    tested = (
-        _tested_losses(claim, published, losses)
-        if isinstance(claim, LossClaim)
-        else _tested_accuracies(claim, published, accuracies)
+    other = [statement("reason.other_difference", what="; ".join(claim.differs_in))] if claim.differs_in else []
+    result, scatter, p_run_to_run = _result(claim, published, published.alpha), published.run_scatter, None
+    if isinstance(claim, LossClaim):
+        sides = [(name, losses[name]) for name in (claim.treatment, claim.control)]
+        reasons = [
+            statement("reason.above_uniform", name=name, loss=loss.mean, uniform=loss.uniform)
+            for name, loss in sides
+            if loss.above_uniform and loss.uniform is not None
+        ]
+        return _Tested(
+            claim, result, (*other, *reasons), tuple(_loss_notes(claim, *_summaries(claim, published))), None
+        )
+    figures = [accuracies[name] for name in _names(claim)]
+    if scatter and isinstance(claim, AccuracyClaim) and claim.between_runs:
+        p_run_to_run = run_to_run_p(claim, result.difference, scatter)
+    notes = tuple(
+        statement("note.ambiguous_count", name=figure.id, first=figure.correct[0], last=figure.correct[-1])
+        for figure in figures
+        if len(figure.correct) > 1
     )
-    if not claim.differs_in:
-        return tested
-    other_difference = statement("reason.other_difference", what="; ".join(claim.differs_in))
-    return replace(tested, invalid=(other_difference, *tested.invalid))
-
-
-def _tested_losses(claim: LossClaim, published: PublishedFile, losses: Mapping[str, CheckedLoss]) -> _Tested:
-    above = tuple(
-        statement("reason.above_uniform", name=name, loss=losses[name].mean, uniform=uniform)
-        for name in (claim.treatment, claim.control)
-        if losses[name].above_uniform and (uniform := losses[name].uniform) is not None
-    )
-    notes = tuple(_loss_notes(claim, *_summaries(claim, published)))
-    return _Tested(claim, _result(claim, published, published.alpha), above, notes, p_run_to_run=None)
+    impossible = [_impossible(figure) for figure in figures if not figure.possible]
+    return _Tested(claim, result, (*other, *impossible), notes, p_run_to_run)
 
 
 def _summaries(claim: LossClaim, published: PublishedFile) -> tuple[Summary, Summary]:
@@ -187,77 +195,24 @@ def _result(claim: PublishedClaim, published: PublishedFile, alpha: float) -> Re
     return differences_result(claim, proportions, alpha)
 
 
-def _tested_accuracies(
-    claim: AccuracyClaim | DifferencesClaim | RatioClaim,
-    published: PublishedFile,
-    accuracies: Mapping[str, CheckedAccuracy],
-) -> _Tested:
-    result = _result(claim, published, published.alpha)
-    figures = [accuracies[name] for name in _names(claim)]
-    p_run_to_run = None
-    if published.run_scatter and isinstance(claim, AccuracyClaim) and claim.between_runs:
-        p_run_to_run = run_to_run_p(claim, result.difference, published.run_scatter)
-    return _Tested(
-        claim,
-        result,
-        invalid=tuple(_impossible(figure) for figure in figures if not figure.possible),
-        notes=tuple(
-            statement("note.ambiguous_count", name=figure.id, first=figure.correct[0], last=figure.correct[-1])
-            for figure in figures
-            if len(figure.correct) > 1
-        ),
-        p_run_to_run=p_run_to_run,
-    )
-
-
 def _names(claim: AccuracyClaim | DifferencesClaim | RatioClaim) -> list[str]:
     pairs: Sequence[Pair | AccuracyClaim] = [claim] if isinstance(claim, AccuracyClaim) else [claim.first, claim.second]
     return list(dict.fromkeys(name for pair in pairs for name in (pair.treatment, pair.control)))
 
 
-def _is_counted(test: _Tested) -> bool:
-    return not test.invalid and test.result.p_value is not None
-
-
-def _family_sizes(tested: Sequence[_Tested]) -> Counter[str]:
-    """Return the number of valid claims per family, at least 1."""
-    return Counter(test.claim.family for test in tested if _is_counted(test)) | Counter(
-        {test.claim.family: 1 for test in tested}
-    )
-
-
-def _question_p(test: _Tested) -> float:
-    return float(test.result.p_value or 0.0)
-
-
-def _run_p(test: _Tested) -> float:
-    """Return the larger p-value of a claim about arms: it has to hold for other questions and for other runs."""
-    return max(_question_p(test), test.p_run_to_run or 0.0)
-
-
-def _adjusted(tested: Sequence[_Tested], p_values: Sequence[float]) -> dict[str, float]:
-    """Return the Holm-adjusted p-value of every valid claim by id."""
-    valid = {
-        test.claim.id: (test.claim.family, p) for test, p in zip(tested, p_values, strict=True) if _is_counted(test)
-    }
-    families, valid_p = [family for family, _ in valid.values()], [p for _, p in valid.values()]
-    return dict(zip(valid, holm_within_families(families, valid_p), strict=True))
-
-
-def _claim(tested: _Tested, published: PublishedFile) -> CheckedClaim:
-    claim, result, p_holm = tested.claim, tested.result, tested.p_holm
-    verdict = _verdict(tested, published.alpha)
-    confidence = confidence_of(claim, published.alpha)
+def _claim(tested: _Tested, adjusted: _Adjusted, published: PublishedFile) -> CheckedClaim:
+    claim, result, alpha = tested.claim, tested.result, published.alpha
+    verdict, confidence = _verdict(tested, adjusted, alpha), confidence_of(claim, alpha)
     paired = isinstance(claim, AccuracyClaim) and claim.paired and claim.test == "superiority"
     return CheckedClaim(
-        **_shared(CheckedClaim, tested, claim, result),
+        **_shared(CheckedClaim, tested, adjusted, claim, result),
         interval_level=confidence,
-        largest_discordance=largest_discordance(result, published.alpha) if paired else None,
-        questions_needed=questions_per_side(claim, result, published.alpha, published.power),
+        largest_discordance=largest_discordance(result, alpha) if paired else None,
+        questions_needed=questions_per_side(claim, result, alpha, published.power),
         verdict=verdict,
         statements=(
-            _numbers(result, confidence, p_holm),
-            *_conclusion(tested, verdict, published),
+            _numbers(result, confidence, adjusted.p_holm),
+            *_conclusion(tested, adjusted, verdict, published),
         ),
         deviations=tuple(deviation for reported in claim.reported for deviation in _deviations(reported, result)),
     )
@@ -268,18 +223,17 @@ def _shared(model: type[Artifact], *sources: object) -> dict[str, Any]:
     return {name: vars(source)[name] for source in sources for name in model.model_fields if name in vars(source)}
 
 
-def _verdict(tested: _Tested, alpha: float) -> ClaimVerdict:
-    claim, result = tested.claim, tested.result
+def _verdict(tested: _Tested, adjusted: _Adjusted, alpha: float) -> ClaimVerdict:
+    claim, result, p_runs = tested.claim, tested.result, adjusted.p_run_to_run_holm
     if tested.invalid:
         return "invalid"
-    if tested.p_holm is None or tested.p_holm >= alpha:
-        return "refuted" if tested.beyond_margin else "not_shown"
-    if tested.p_run_to_run_holm is not None and tested.p_run_to_run_holm >= alpha:
+    if adjusted.p_holm is None or adjusted.p_holm >= alpha:
+        return "refuted" if adjusted.beyond_margin else "not_shown"
+    if p_runs is not None and p_runs >= alpha:
         return "not_shown"
-    if claim.margin is not None:
-        return "supported"
     hypothesis = 1.0 if claim.kind == "ratio" else 0.0
-    return "supported" if ("higher" if result.difference > hypothesis else "lower") == claim.expected else "refuted"
+    found = "higher" if result.difference > hypothesis else "lower"
+    return "supported" if claim.margin is not None or found == claim.expected else "refuted"
 
 
 def _beyond_margin(claim: PublishedClaim, published: PublishedFile, family_size: int) -> bool:
@@ -293,22 +247,25 @@ def _beyond_margin(claim: PublishedClaim, published: PublishedFile, family_size:
     return result.ci_high < -bound or (claim.test == "equivalence" and result.ci_low > bound)
 
 
-def _conclusion(tested: _Tested, verdict: ClaimVerdict, published: PublishedFile) -> list[Statement]:
+def _conclusion(
+    tested: _Tested, adjusted: _Adjusted, verdict: ClaimVerdict, published: PublishedFile
+) -> Iterator[Statement]:
     if tested.invalid:
-        return [statement("evidence.invalid", reasons=tested.invalid)]
-    found = [statement(f"conclusion.{verdict}")]
-    scatter, p_holm = published.run_scatter, tested.p_holm
-    if scatter is not None and tested.p_run_to_run is not None and tested.p_run_to_run_holm is not None:
+        yield statement("evidence.invalid", reasons=tested.invalid)
+        return
+    yield statement(f"conclusion.{verdict}")
+    claim, scatter, p_runs = tested.claim, published.run_scatter, adjusted.p_run_to_run_holm
+    if scatter is not None and tested.p_run_to_run is not None and p_runs is not None:
         # The second p decides: it is adjusted over the family, of the larger one over questions and over runs.
-        p, p_decides = tested.p_run_to_run, tested.p_run_to_run_holm
-        runs = scatter.num_runs
-        found.append(statement("evidence.run_to_run", points=scatter.points, runs=runs, p=p, p_holm=p_decides))
-    elif _assumes_equal_runs(tested.claim):
-        found.append(statement("evidence.equal_runs"))
-    needed = questions_per_side(tested.claim, tested.result, published.alpha, published.power)
-    if verdict == "not_shown" and needed is not None and p_holm is not None and p_holm >= published.alpha:
-        found.append(statement("evidence.questions_needed", questions=needed, power=published.power))
-    return found
+        p, runs = tested.p_run_to_run, scatter.num_runs
+        yield statement("evidence.run_to_run", points=scatter.points, runs=runs, p=p, p_holm=p_runs)
+    elif claim.between_runs if isinstance(claim, AccuracyClaim) else not isinstance(claim, LossClaim):
+        # A claim about training runs, tested over questions only, as if identical runs did not differ.
+        yield statement("evidence.equal_runs")
+    needed = questions_per_side(claim, tested.result, published.alpha, published.power)
+    is_open = adjusted.p_holm is not None and adjusted.p_holm >= published.alpha
+    if verdict == "not_shown" and needed is not None and is_open:
+        yield statement("evidence.questions_needed", questions=needed, power=published.power)
 
 
 def _series(series: PublishedSeries, accuracies: Sequence[PublishedAccuracy]) -> CheckedSeries:
@@ -380,42 +337,30 @@ def _impossible(accuracy: CheckedAccuracy) -> Statement:
     )
 
 
-def _assumes_equal_runs(claim: PublishedClaim) -> bool:
-    """Return whether a claim about training runs is tested over questions only, as if identical runs did not differ."""
-    return claim.between_runs if isinstance(claim, AccuracyClaim) else not isinstance(claim, LossClaim)
-
-
-def _loss_notes(claim: LossClaim, treatment: Summary, control: Summary) -> list[Statement]:
-    """Return what each reported p-value implies about a paired t-test."""
-    notes = []
-    for reported in claim.reported:
-        if reported.p_value is None or treatment.num != control.num:
+def _loss_notes(claim: LossClaim, treatment: Summary, control: Summary) -> Iterator[Statement]:
+    """Yield what each reported p-value implies about a paired t-test."""
+    for reported in claim.reported if treatment.num == control.num else ():
+        p, source = reported.p_value, reported.by
+        if p is None:
             continue
-        correlation = implied_correlation(treatment, control, float(reported.p_value))
-        if correlation is None:
-            notes.append(statement("note.no_paired_test", p=reported.p_value))
-        else:
-            notes.append(statement("note.paired_test", p=reported.p_value, source=reported.by, correlation=correlation))
-    return notes
+        correlation = implied_correlation(treatment, control, float(p))
+        yield (
+            statement("note.no_paired_test", p=p)
+            if correlation is None
+            else statement("note.paired_test", p=p, source=source, correlation=correlation)
+        )
 
 
-def _deviations(reported: ReportedNumbers, result: Result) -> list[Statement]:
-    """Return the statements on figures in `reported` that differ from the result by more than rounding."""
-    checks = (
-        ("difference", reported.difference, result.difference, _ROUNDING_UNITS),
-        ("ci_low", reported.ci_low, result.ci_low, _ROUNDING_UNITS),
-        ("ci_high", reported.ci_high, result.ci_high, _ROUNDING_UNITS),
-        ("p_value", reported.p_value, result.p_value, 0.5),
-    )
-    return [
-        _deviation(name, reported.by, printed, value)
-        for name, printed, value, units in checks
-        if printed is not None and (value is None or not agrees(value, printed, units))
-    ]
-
-
-def _deviation(name: str, source: str, printed: str, value: float | None) -> Statement:
-    quantity = statement(f"quantity.{name}")
-    if value is None:
-        return statement("deviation.not_computable", quantity=quantity, source=source, printed=printed)
-    return statement("deviation.number", quantity=quantity, source=source, printed=printed, value=value)
+def _deviations(reported: ReportedNumbers, result: Result) -> Iterator[Statement]:
+    """Yield the statements on figures in `reported` that differ from the result by more than rounding."""
+    source = reported.by
+    for name in ("difference", "ci_low", "ci_high", "p_value"):
+        printed, value = getattr(reported, name), getattr(result, name)
+        quantity, units = statement(f"quantity.{name}"), 0.5 if name == "p_value" else _ROUNDING_UNITS
+        if printed is None or (value is not None and agrees(value, printed, units)):
+            continue
+        yield (
+            statement("deviation.not_computable", quantity=quantity, source=source, printed=printed)
+            if value is None
+            else statement("deviation.number", quantity=quantity, source=source, printed=printed, value=value)
+        )

@@ -1,17 +1,25 @@
-"""The figures of the report: small panels that wrap on narrow screens; accuracy by arm and over the noise, and cost."""
+"""The figures of the report: small panels that wrap on narrow screens; accuracy by arm and over the noise, and cost.
+
+The picture of `aqnpipe sensitivity --figure` is in the same style.
+"""
 
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import altair as alt
 import polars as pl
+import vl_convert
 from markupsafe import Markup
 
 from aqnpipe.artifacts.comparisons import ClaimAtLook, SegmentBy, SegmentEffect
-from aqnpipe.report.markup import INK, MUTED, described, render_svg, series_colour, series_dash, small_dot
+from aqnpipe.artifacts.diagnoses import SensitivityFile
+from aqnpipe.artifacts.files import atomic_path
+from aqnpipe.errors import ConfigError
+from aqnpipe.report.markup import INK, MUTED, described, light_spec, render_svg, series_colour, series_dash, small_dot
 from aqnpipe.report.words import Words, at_noise
 
 PANEL_WIDTH, PANEL_HEIGHT = 270, 170
@@ -43,6 +51,11 @@ class SeriesKey:
     name: str
     index: int
     what: str = ""
+
+
+def keys_of(names: Iterable[str]) -> list[SeriesKey]:
+    """Return the keys of series in the order in which their names occur first."""
+    return [SeriesKey(name, number) for number, name in enumerate(dict.fromkeys(names), start=1)]
 
 
 def panel(title: str, chart: alt.TopLevelMixin, label: str, *, wide: bool = False) -> Panel:
@@ -142,13 +155,21 @@ def number_axis(field: str, title: str) -> alt.X:
     return alt.X(f"{field}:Q").title(title).axis(grid=False, tickMinStep=1, format="d")
 
 
-def lines_with_dots(rows: pl.DataFrame, x: alt.X, y: alt.Y, by: str, keys: Sequence["SeriesKey"]) -> list[alt.Chart]:
-    """Return a line per series of `by` with a dot at every value; `rows` as from `told`."""
+def line_panel(
+    title: str,
+    label: str,
+    rows: pl.DataFrame,
+    x: alt.X,
+    y: alt.Y,
+    by: str,
+    keys: Sequence[SeriesKey],
+    rules: Sequence[alt.Chart] = (),
+) -> Panel:
+    """Return a line per series of `by` with a dot at every value, above `rules`; `rows` as from `told`."""
     base, colour = base_chart(rows), colour_scale(by, keys)
-    return [
-        base.mark_line(strokeWidth=1.8).encode(x, y, color=colour, strokeDash=dash_scale(by, keys)),
-        base.mark_point(filled=True, size=22, opacity=1).encode(x, y, color=colour, description="about:N"),
-    ]
+    lines = base.mark_line(strokeWidth=1.8).encode(x, y, color=colour, strokeDash=dash_scale(by, keys))
+    dots = base.mark_point(filled=True, size=22, opacity=1).encode(x, y, color=colour, description="about:N")
+    return panel(title, alt.layer(*rules, lines, dots), label)
 
 
 def is_crowded(num_arms: int, num_runs: int) -> bool:
@@ -310,15 +331,13 @@ def accuracy_over_noise(
 
     many: the page has so many arms that the dots of seeds have no values of their own.
     """
-    rows = told(in_percent(accuracy), "mark.accuracy_at", words, small=many)
-    means = told(switched(mean_and_range(rows, "arm", "noise_level"), "plain"), "mark.mean_at", words)
+    rows, means, y = _seeds_and_means(accuracy, words, many=many)
     rows, means = (table.with_columns(pl.col("noise_level") * 100) for table in (rows, means))
     levels = sorted(rows["noise_level"].unique().to_list())
     x = alt.X("noise_level:Q").title(words("axis.noise_scale")).axis(grid=False, values=levels)
-    y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
     of_seeds, of_means = (
         base_chart(table).encode(x, y, color=colour_scale("arm", keys), description="about:N")
-        for table in (rows, means)
+        for table in (rows, switched(means, "plain"))
     )
     lines = of_means.mark_line(strokeWidth=2)
     chart = alt.layer(
@@ -334,19 +353,25 @@ def accuracy_by_name(accuracy: pl.DataFrame, keys: Sequence[SeriesKey], words: W
 
     Named noises have no scale in common, so no line joins them. Columns and `many` as in `accuracy_over_noise`.
     """
-    rows = told(_with_levels(in_percent(accuracy), words), "mark.accuracy_at", words, small=many)
-    means = told(mean_and_range(rows, "arm", "noise_level", "level"), "mark.mean_at", words)
+    rows, means, y = _seeds_and_means(accuracy, words, many=many)
     levels = [words.level(level) for level in sorted(rows["noise_level"].unique().to_list())]
     wide = _needs_width(len(means), levels)
-    y = alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
     of_seeds, of_means = (
-        _over_levels(table, levels, keys, words, wide=wide).encode(y, description="about:N") for table in (rows, means)
+        _over_levels(_with_levels(table, words), levels, keys, words, wide=wide).encode(y, description="about:N")
+        for table in (rows, means)
     )
     chart = alt.layer(
         of_seeds.mark_point(size=18, opacity=0.55, filled=many),
         of_means.mark_point(filled=True, size=44, opacity=1),
     )
     return panel(words("robustness.named"), chart, words("alt.named"), wide=wide)
+
+
+def _seeds_and_means(accuracy: pl.DataFrame, words: Words, *, many: bool) -> tuple[pl.DataFrame, pl.DataFrame, alt.Y]:
+    """Return the accuracies of seeds and of arms in percent, with what their marks tell, and their axis."""
+    rows = told(in_percent(accuracy), "mark.accuracy_at", words, small=many)
+    means = told(mean_and_range(rows, "arm", "noise_level"), "mark.mean_at", words)
+    return rows, means, alt.Y("accuracy:Q").title(words("axis.accuracy")).scale(nice=True, zero=False)
 
 
 def _needs_width(num_marks: int, levels: Sequence[str]) -> bool:
@@ -366,3 +391,64 @@ def _over_levels(
 def _with_levels(rows: pl.DataFrame, words: Words) -> pl.DataFrame:
     """Return the rows with a column `level`, the names of their noise levels."""
     return rows.with_columns(level=pl.Series([words.level(level) for level in rows["noise_level"]], dtype=pl.String))
+
+
+_FIGURE_FORMATS = (".svg", ".png")
+_FIGURE_WIDTH, _FIGURE_HEIGHT, _PNG_SCALE = 460, 240, 2
+_SENSITIVITIES = keys_of(["measured, ± 2 standard errors", "estimate from one backward pass"])
+
+
+def check_format(path: Path) -> None:
+    """Raise ConfigError unless the suffix of `path` is that of a format that can be written."""
+    if path.suffix not in _FIGURE_FORMATS:
+        raise ConfigError(f"--figure {path}: found suffix {path.suffix!r}, expected {' or '.join(_FIGURE_FORMATS)}")
+
+
+def write_sensitivity_chart(path: Path, file: SensitivityFile) -> None:
+    """Write the increase of the loss by layer, measured and estimated, and the change of the accuracy if measured.
+
+    As SVG or PNG, by the suffix of `path`, in the colours of the report; the same result gives the same bytes. The axis
+    of the loss is linear near 0 and logarithmic beyond, because one fragile layer would hide all others.
+    """
+    check_format(path)
+    measured, estimate = (key.name for key in _SENSITIVITIES)
+    layers = pl.DataFrame([vars(layer) for layer in file.layers], infer_schema_length=None)
+
+    def rows(kind: str, value: str, reach: pl.Expr) -> pl.DataFrame:
+        part, middle = pl.col("layer").cast(pl.String).fill_null("head"), pl.col(value).fill_null(0.0)
+        return layers.select(part=part, kind=pl.lit(kind), value=middle, low=middle - reach, high=middle + reach)
+
+    error = 2 * pl.col("loss_standard_error").fill_null(0.0)
+    losses = pl.concat([rows(measured, "loss_increase", error), rows(estimate, "estimate", pl.lit(0.0))])
+    # Where the axis turns logarithmic: at a twentieth of the mean size of the values.
+    linear = max(float(losses["value"].abs().to_numpy().mean()) / 20, 1e-9)
+    scale = alt.Scale(type="symlog", constant=linear)
+    panels = [_sensitivities(losses, "increase of the loss, nats per token", scale)]
+    if file.accuracy is not None:
+        changes = rows(measured, "accuracy_change", 2 * pl.col("accuracy_standard_error").fill_null(0.0))
+        points = changes.with_columns(pl.col("value", "low", "high") * 100)
+        panels.append(_sensitivities(points, "change of the accuracy, points", alt.Scale()))
+    title = f"{file.model}: {100 * file.scale:g} % noise on the matrix products of one layer at a time"
+    chart = alt.vconcat(*panels, title=alt.TitleParams(title, anchor="start", fontSize=13))
+    spec = light_spec(chart, legend=True)
+    with atomic_path(path) as temporary:
+        if path.suffix == ".svg":
+            temporary.write_text(vl_convert.vegalite_to_svg(spec), encoding="utf-8")
+        else:
+            temporary.write_bytes(vl_convert.vegalite_to_png(spec, scale=_PNG_SCALE))
+
+
+def _sensitivities(rows: pl.DataFrame, title: str, scale: alt.Scale) -> alt.LayerChart | alt.FacetChart:
+    y = alt.Y("value:Q").title(title).scale(scale).axis(format="~g", tickCount=6)
+    offset = alt.XOffset("kind:N").scale(domain=[key.name for key in _SENSITIVITIES], paddingOuter=0.8)
+    base = alt.Chart(rows, width=_FIGURE_WIDTH, height=_FIGURE_HEIGHT).encode(
+        alt.X("part:N")
+        .sort(rows["part"].unique(maintain_order=True).to_list())
+        .title("layer")
+        .axis(labelAngle=0, labelOverlap=True, grid=False),
+        xOffset=offset,
+        color=colour_scale("kind", _SENSITIVITIES),
+    )
+    points = base.mark_point(filled=True, size=45, opacity=1).encode(y, shape=alt.Shape("kind:N").legend(None))
+    bars = base.mark_rule(strokeWidth=1.4).encode(y=alt.Y("low:Q").scale(scale), y2="high:Q")
+    return alt.layer(points, bars, dashed_rules(pl.DataFrame({"zero": [0.0]})).encode(y="zero:Q"))

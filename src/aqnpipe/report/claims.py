@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -58,7 +58,6 @@ class ClaimRow:
     claim: str
     untranslated: bool
     verdict: str
-    symbol: str
     sentence: str
     difference: str
     interval: str
@@ -73,6 +72,11 @@ class ClaimRow:
         """Return whether the data do not decide the claim."""
         return self.verdict == "not_shown" and self.role != "primary"
 
+    @property
+    def rank(self) -> tuple[bool, bool, bool]:
+        """Sort key: the primary claim, then those that the data decide, then the invalid ones, then the open ones."""
+        return self.role != "primary", self.is_open, self.verdict == "invalid"
+
 
 @dataclass(frozen=True)
 class ClaimGroup:
@@ -85,12 +89,6 @@ class ClaimGroup:
     line: str
     rows: tuple[ClaimRow, ...]
     left_out: tuple[str, ...] = ()
-
-    def shortened(self, shown: Set[str]) -> "ClaimGroup":
-        """Return the group with the claims of the ids in `shown`; the verdicts of the others are `left_out`."""
-        kept = tuple(row for row in self.rows if row.comparison_id in shown)
-        left_out = tuple(row.verdict for row in self.rows if row.comparison_id not in shown)
-        return replace(self, rows=kept, left_out=left_out)
 
 
 @dataclass(frozen=True)
@@ -113,38 +111,33 @@ class ClaimsOverview:
 
 def claims_overview(study: Study, data: ReportData, words: Words) -> ClaimsOverview:
     """Return the claims in the study's order, each with its interval on a common scale."""
-    claims = data.claims
-    by_id = {row["comparison_id"]: row for row in data.comparisons.iter_rows(named=True)}
-    reach = _reach(list(by_id.values()))
-    anchors = _anchors([claim.comparison_id for claim in claims.claims])
-    max_seeds = _seeds_per_claim(claims)
+    claims, comparisons = data.claims, data.comparisons
+    by_id = {row["comparison_id"]: row for row in comparisons.iter_rows(named=True)}
+    reach, anchors = _reach(comparisons), _anchors([claim.comparison_id for claim in claims.claims])
     rows = tuple(
-        _claim_row(
-            claim, by_id.get(claim.comparison_id, {}), reach, claims, max_seeds, words, anchors[claim.comparison_id]
-        )
+        _claim_row(claim, by_id.get(claim.comparison_id, {}), reach, claims, words, anchors[claim.comparison_id])
         for claim in claims.claims
     )
     return ClaimsOverview(
         rows=rows,
         groups=shown_groups(tuple(_groups(rows, words))),
-        ticks=_ticks(reach) if any(row["difference"] is not None for row in by_id.values()) else (),
-        limits=tuple(limits(study, claims, data.comparisons, words)),
+        ticks=_ticks(reach) if comparisons["difference"].count() else (),
+        limits=tuple(limits(study, claims, comparisons, words)),
     )
 
 
 def _groups(rows: Sequence[ClaimRow], words: Words) -> Iterator[ClaimGroup]:
     """Yield the primary claim, a group per family of secondary claims in the study's order, and the controls."""
-    controls = [row for row in rows if row.role == "control"]
-    primary = [row for row in rows if row.role == "primary"]
-    if primary:
-        yield _group(words("claims.primary"), primary, words)
-    others = [row for row in rows if row.role == "secondary"]
-    families = list(dict.fromkeys(row.family for row in others))
-    for family in families:
-        heading = words("claims.family", family=family) if len(families) > 1 or primary or controls else ""
-        yield _group(heading, [row for row in others if row.family == family], words)
-    if controls:
-        yield _group(words("claims.controls"), controls, words)
+    families = list(dict.fromkeys(row.family for row in rows if row.role == "secondary"))
+    is_divided = len(families) > 1 or any(row.role != "secondary" for row in rows)
+    headings: dict[tuple[str, str | None], str] = {("primary", None): words("claims.primary")}
+    headings |= {("secondary", one): words("claims.family", family=one) if is_divided else "" for one in families}
+    headings |= {("control", None): words("claims.controls")}
+    for (role, family), heading in headings.items():
+        own = [row for row in rows if row.role == role and family in (None, row.family)]
+        if own:
+            line = counted_verdicts((row.verdict for row in own), words)
+            yield ClaimGroup(heading, line, tuple(sorted(own, key=lambda row: row.rank)))
 
 
 def left_out_claims(verdicts: Sequence[str], words: Words) -> str:
@@ -154,29 +147,18 @@ def left_out_claims(verdicts: Sequence[str], words: Words) -> str:
     return words("claims.left_out", count=len(verdicts), parts=counted_verdicts(verdicts, words))
 
 
-def _group(heading: str, rows: Sequence[ClaimRow], words: Words) -> ClaimGroup:
-    return ClaimGroup(
-        heading=heading,
-        line=counted_verdicts((row.verdict for row in rows), words),
-        rows=tuple(sorted(rows, key=_first_shown)),
-    )
-
-
 def shown_groups(groups: Sequence[ClaimGroup], most: int = MAX_CLAIMS_ON_PAGE) -> tuple[ClaimGroup, ...]:
-    """Return the groups with at most `most` claims in all, the first ones by `_last_left_out` over all groups."""
-    rows = sorted((row for group in groups for row in group.rows), key=_last_left_out)
+    """Return the groups with at most `most` claims in all: the first by rank, of decided claims the refuted ones."""
+    rows = sorted((row for group in groups for row in group.rows), key=lambda row: (row.rank, row.verdict != "refuted"))
     shown = {row.comparison_id for row in rows[:most]}
-    return tuple(group.shortened(shown) for group in groups)
-
-
-def _first_shown(row: ClaimRow) -> tuple[bool, bool, bool]:
-    """Sort key: the primary claim, then those that the data decide, then the invalid ones, then the open ones."""
-    return row.role != "primary", row.is_open, row.verdict == "invalid"
-
-
-def _last_left_out(row: ClaimRow) -> tuple[bool, bool, bool, bool]:
-    """Sort key of what is shown if not all is: as `_first_shown`, and of decided claims the refuted ones first."""
-    return *_first_shown(row), row.verdict != "refuted"
+    return tuple(
+        replace(
+            group,
+            rows=tuple(row for row in group.rows if row.comparison_id in shown),
+            left_out=tuple(row.verdict for row in group.rows if row.comparison_id not in shown),
+        )
+        for group in groups
+    )
 
 
 def _anchors(identifiers: Sequence[str]) -> dict[str, str]:
@@ -230,35 +212,25 @@ def _seeds_range(numbers: Sequence[int], words: Words) -> str:
     return words("span", low=str(fewest), high=str(most)) if fewest < most else str(most)
 
 
-def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) -> list[str]:
-    """Return what the study cannot show, from its sizes and verdicts."""
-    verdicts = {claim.verdict for claim in claims.claims}
-    settings, num_seeds = study.config.statistics, len(study.seeds)
-    sentences = []
+def limits(study: Study, claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) -> Iterator[str]:
+    """Yield what the study cannot show, from its sizes and verdicts."""
+    verdicts, num_seeds = {claim.verdict for claim in claims.claims}, len(study.seeds)
     if num_seeds == 1:
-        sentences.append(words("sure.one_seed" if study.has_training else "sure.given_weights"))
+        yield words("sure.one_seed" if study.has_training else "sure.given_weights")
     between = comparisons.filter((pl.col("kind") == "arms") & pl.col("minimum_detectable_difference").is_not_null())
     if num_seeds > 1 and not between.is_empty():
         found = between["minimum_detectable_difference"]
         detectable = _range(float(found.min()), float(found.max()), words)  # type: ignore[arg-type]
         seeds = _seeds_range(between["num_seeds"].to_list(), words)
-        sentences.append(words("sure.detectable", seeds=seeds, range=detectable, power=settings.power))
+        yield words("sure.detectable", seeds=seeds, range=detectable, power=study.config.statistics.power)
     if "not_shown" in verdicts:
-        sentences.append(words("sure.not_shown"))
+        yield words("sure.not_shown")
     if "invalid" in verdicts:
-        sentences.append(words("sure.invalid"))
-    sentences += _error_rates(claims, comparisons, words)
-    sentences += [
-        words(
-            f"sure.aa_control.{rate.kind}",
-            rejected=rate.rejected,
-            tests=rate.tests,
-            low=rate.ci_low,
-            high=rate.ci_high,
-        )
-        for rate in claims.aa_control_rates
-    ]
-    return sentences
+        yield words("sure.invalid")
+    yield from _error_rates(claims, comparisons, words)
+    for rate in claims.aa_control_rates:
+        low, high, kind = rate.ci_low, rate.ci_high, rate.kind
+        yield words(f"sure.aa_control.{kind}", rejected=rate.rejected, tests=rate.tests, low=low, high=high)
 
 
 def _error_rates(claims: ClaimsFile, comparisons: pl.DataFrame, words: Words) -> Iterator[str]:
@@ -298,21 +270,20 @@ def paired_table(claim: Claim, level: float, words: Words, max_rows: int) -> Tab
 
 
 def _claim_row(
-    claim: Claim, row: Mapping[str, Any], reach: float, claims: ClaimsFile, max_seeds: int, words: Words, anchor: str
+    claim: Claim, row: Mapping[str, Any], reach: float, claims: ClaimsFile, words: Words, anchor: str
 ) -> ClaimRow:
     compared = row.get("difference") is not None
-    text = words.own(claim.claim, claim.claim_zh)
+    text, level = words.own(claim.claim, claim.claim_zh), 1 - claims.alpha
     return ClaimRow(
         comparison_id=claim.comparison_id,
         claim=text.text,
         untranslated=text.untranslated,
         verdict=claim.verdict,
-        symbol=VERDICT_SYMBOLS[claim.verdict],
         sentence=sentence_text(claim, words),
         difference=numbers.points(row["difference"]) if compared else numbers.MISSING,
         interval=words.span(row["ci_low"], row["ci_high"], numbers.points) if compared else "",
         strip=_strip(row, reach, words) if compared and row["ci_low"] is not None else None,
-        paired=paired_table(claim, 1 - claims.alpha, words, max_seeds) if claim.seeds else None,
+        paired=paired_table(claim, level, words, _seeds_per_claim(claims)) if claim.seeds else None,
         family=row.get("family") or "",
         role=claim.role,
         anchor=anchor,
@@ -344,12 +315,11 @@ def _strip(row: Mapping[str, Any], reach: float, words: Words) -> dict[str, Any]
     }
 
 
-def _reach(rows: Sequence[Mapping[str, Any]]) -> float:
+def _reach(comparisons: pl.DataFrame) -> float:
     """Return half the width of the common scale: it covers all differences, and all intervals that are not too wide."""
-    differences = [abs(row["difference"]) for row in rows if row["difference"] is not None]
-    ends = [abs(row[end]) for row in rows for end in ("ci_low", "ci_high") if row[end] is not None]
-    largest = max(differences, default=0.0)
-    return 1.05 * max(min(max(ends, default=0.0), _STRETCH * largest), largest, _SMALLEST_REACH)
+    farthest = comparisons.select(pl.col("difference", "ci_low", "ci_high").abs().max().fill_null(0.0)).row(0)
+    largest, end = farthest[0], max(farthest[1:])
+    return 1.05 * max(min(end, _STRETCH * largest), largest, _SMALLEST_REACH)
 
 
 def _ticks(reach: float) -> tuple[tuple[float, str], ...]:

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import altair as alt
 import polars as pl
 
-from aqnpipe.artifacts.diagnoses import LocatedFault, SigmaFile, Verdict
+from aqnpipe.artifacts.diagnoses import LocatedFault, Verdict
 from aqnpipe.artifacts.loss_studies import LossStudyCondition, LossStudyFile
 from aqnpipe.config.arm import Arm
-from aqnpipe.config.noise import Fault
 from aqnpipe.report import charts, numbers
 from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.claims import counted_verdicts
@@ -71,31 +70,26 @@ def _simulated_fault(fault: Mapping[str, object]) -> str:
 
 
 def _found_faults(verdict: Verdict, words: Words) -> str:
-    if verdict.layer is None and not verdict.faults:
+    if verdict.faults:
+        return "; ".join(_found_fault(fault, words) for fault in verdict.faults)
+    if verdict.layer is None:
         return words(f"found.verdict.{verdict.verdict}")
-    if not verdict.faults:
-        return words("found.fault_in_layer", layer=verdict.layer, type=_spaced(verdict.type))
-    return "; ".join(
-        _found_place(fault, words)
-        + (
-            words("found.where", site=_spaced(fault.site), channels=fault.num_faulty_channels)
-            if fault.num_faulty_channels
-            else ""
-        )
-        for fault in verdict.faults
-    )
+    return words("found.fault_in_layer", layer=verdict.layer, type=_spaced(verdict.type))
 
 
-def _found_place(fault: LocatedFault, words: Words) -> str:
+def _found_fault(fault: LocatedFault, words: Words) -> str:
+    found = _spaced(fault.type)
     if fault.scope == "device":
-        return words("found.fault_of_device", type=_spaced(fault.type))
-    if fault.layer is None:
-        return _spaced(fault.type)
-    return words("found.fault_in_layer", layer=fault.layer, type=_spaced(fault.type))
+        found = words("found.fault_of_device", type=found)
+    elif fault.layer is not None:
+        found = words("found.fault_in_layer", layer=fault.layer, type=found)
+    if not fault.num_faulty_channels:
+        return found
+    return found + words("found.where", site=_spaced(fault.site), channels=fault.num_faulty_channels)
 
 
 def _spaced(name: str | None) -> str:
-    return numbers.MISSING if name is None else name.replace("_", " ")
+    return numbers.formatted(name, "spaced")
 
 
 DEPTH_COLUMNS = ("instability", "gain", "kurtosis", "sensitivity", "sigma")
@@ -113,28 +107,22 @@ def diagnosis_panels(
     metrics that are the same at every layer of every machine, which get no picture, as `name: value`.
     """
     panels, constant = [], []
+    rules = [charts.dashed_rules(pl.DataFrame({"layer": sorted(set(fault_layers))})).encode(x="layer:Q")]
     for column in DEPTH_COLUMNS:
         title, values = words(f"depth.{column}"), layers[column].drop_nulls().unique()
         if len(values) > 1:
             told = _told(layers, column, "machine", title, words)
-            if column == "sigma":
-                panels.append(_bars(told, "machine", keys, title, words))
-            else:
-                chart = _lines(told, column, keys, fault_layers, words)
-                panels.append(charts.panel(title, chart, words("alt.depth", what=title)))
+            x = charts.number_axis("layer", words("axis.layer"))
+            y = alt.Y(f"{column}:Q").title(words(f"axis.{column}")).scale(zero=False)
+            label, marked = words("alt.depth", what=title), rules if fault_layers else ()
+            panels.append(
+                _bars(told, "machine", keys, title, words)
+                if column == "sigma"
+                else charts.line_panel(title, label, told, x, y, "machine", keys, marked)
+            )
         elif len(values) == 1:
             constant.append(f"{title}: {values[0]:.4g}")
     return panels, constant
-
-
-def _lines(
-    layers: pl.DataFrame, column: str, keys: Sequence[SeriesKey], fault_layers: Sequence[int], words: Words
-) -> alt.TopLevelMixin:
-    x = charts.number_axis("layer", words("axis.layer"))
-    y = alt.Y(f"{column}:Q").title(words(f"axis.{column}")).scale(zero=False)
-    layers_at_fault = pl.DataFrame({"layer": sorted(set(fault_layers))})
-    rules = [charts.dashed_rules(layers_at_fault).encode(x="layer:Q")] if fault_layers else []
-    return alt.layer(*rules, *charts.lines_with_dots(layers, x, y, "machine", keys))
 
 
 def _bars(rows: pl.DataFrame, by: str, keys: Sequence[SeriesKey], title: str, words: Words) -> Panel:
@@ -160,42 +148,26 @@ def _told(rows: pl.DataFrame, column: str, by: str, title: str, words: Words) ->
     return rows.with_columns(charts.told(named, "mark.layer", words, series="", what=title)["about"])
 
 
-def strategy_group(diagnoses: Sequence[Diagnosis], words: Words) -> PanelGroup | None:
-    """Return a panel per machine with a bar per strategy and layer; None if all arms use the published rule."""
-    compared = [diagnosis for diagnosis in diagnoses if len(diagnosis.strategies) > 1]
-    if not compared:
-        return None
-    names = list(dict.fromkeys(name for diagnosis in compared for name in diagnosis.strategies))
-    keys = [SeriesKey(name, number) for number, name in enumerate(names, start=1)]
-    return PanelGroup([_panel(diagnosis, keys, words) for diagnosis in compared], legend=keys)
+def strategies(diagnoses: Sequence[Diagnosis], words: Words) -> tuple[list[PanelGroup], list[Table]]:
+    """Return the sigma of every layer by every strategy: a panel per machine, and a table with multiples and reasons.
 
-
-def strategy_table(diagnoses: Sequence[Diagnosis], words: Words) -> Table | None:
-    """Return sigma, its multiple of the base and the reason by strategy and layer; None as in `strategy_group`."""
-    rows = [row for diagnosis in diagnoses if len(diagnosis.strategies) > 1 for row in _sigmas(diagnosis)]
-    return table("sigma-strategies", rows, words) if rows else None
-
-
-def _sigmas(diagnosis: Diagnosis) -> list[dict[str, Any]]:
-    """Return the sigma of every layer by every strategy."""
-    return [
-        {
-            "machine": diagnosis.machine,
-            "strategy": strategy,
-            "layer": layer,
-            "sigma": sigma,
-            "multiplier": sigma / file.aqn.base_sigma,
-            "why": file.reasons.get(layer),
-        }
-        for strategy, file in diagnosis.strategies.items()
+    Nothing where all arms use the published rule.
+    """
+    rows = [
+        {"machine": one.machine, "strategy": name, "layer": layer, "sigma": sigma}
+        | {"multiplier": sigma / file.aqn.base_sigma, "why": file.reasons.get(layer)}
+        for one in diagnoses
+        for name, file in one.strategies.items()
         for layer, sigma in sorted(file.aqn.layer_sigmas.items())
+        if len(one.strategies) > 1
     ]
-
-
-def _panel(diagnosis: Diagnosis, keys: Sequence[SeriesKey], words: Words) -> Panel:
-    rows = pl.DataFrame(_sigmas(diagnosis)).select("strategy", "layer", "sigma")
-    title, told = words("diagnosis.strategies_of", machine=diagnosis.machine), words("depth.sigma")
-    return _bars(_told(rows, "sigma", "strategy", told, words), "strategy", keys, title, words)
+    if not rows:
+        return [], []
+    keys, told, panels = charts.keys_of(str(row["strategy"]) for row in rows), words("depth.sigma"), []
+    for (machine,), part in pl.DataFrame(rows).group_by("machine", maintain_order=True):
+        shown = _told(part.select("strategy", "layer", "sigma"), "sigma", "strategy", told, words)
+        panels.append(_bars(shown, "strategy", keys, words("diagnosis.strategies_of", machine=machine), words))
+    return [PanelGroup(panels, legend=keys)], [table("sigma-strategies", rows, words)]
 
 
 def guidance_sentences(arms: Mapping[str, Arm], diagnoses: Sequence[Diagnosis], words: Words) -> list[str]:
@@ -214,25 +186,28 @@ def _sentences(name: str, arm: Arm, diagnoses: Sequence[Diagnosis], words: Words
     own = next((d for d in diagnoses if (d.model, d.machine) == (arm.model, machine)), None)
     if own is None or strategy not in own.strategies:
         return
-    sigmas, rule = own.strategies[strategy], strategy.replace("_", " ")
-    if set(sigmas.aqn.layer_sigmas.values()) == {sigmas.aqn.base_sigma}:
+    sigmas, rule = own.strategies[strategy].aqn, strategy.replace("_", " ")
+    if set(sigmas.layer_sigmas.values()) == {sigmas.base_sigma}:
         yield words("guidance.uniform", arm=name, machine=machine, strategy=rule)
         return
-    healthy = next((d for d in diagnoses if _is_healthy_twin(d, own) and strategy in d.strategies), None)
-    if not own.verdict.simulated_faults or healthy is None:
+    twin = next((d for d in diagnoses if _is_healthy_twin(d, own) and strategy in d.strategies), None)
+    if not own.verdict.simulated_faults or twin is None:
         return
-    changed = _changed_layers(sigmas, healthy.strategies[strategy])
-    if not changed:
-        yield words("guidance.same_as_healthy", arm=name, machine=machine, strategy=rule, healthy=healthy.machine)
-        return
-    yield words(
-        "guidance.changed",
-        arm=name,
-        machine=machine,
-        strategy=rule,
-        healthy=healthy.machine,
-        layers=", ".join(map(str, changed)),
-        num_layers=len(sigmas.aqn.layer_sigmas),
+    healthy, without = twin.machine, twin.strategies[strategy].aqn.layer_sigmas
+    changed = [str(layer) for layer, sigma in sorted(sigmas.layer_sigmas.items()) if sigma != without.get(layer)]
+    layers, number = ", ".join(changed), len(sigmas.layer_sigmas)
+    yield (
+        words(
+            "guidance.changed",
+            arm=name,
+            machine=machine,
+            strategy=rule,
+            healthy=healthy,
+            layers=layers,
+            num_layers=number,
+        )
+        if changed
+        else words("guidance.same_as_healthy", arm=name, machine=machine, strategy=rule, healthy=healthy)
     )
 
 
@@ -240,12 +215,6 @@ def _is_healthy_twin(diagnosis: Diagnosis, faulty: Diagnosis) -> bool:
     """Return whether a diagnosis is of the same model on the same device, without simulated faults."""
     is_same = (diagnosis.model, diagnosis.device) == (faulty.model, faulty.device)
     return is_same and not diagnosis.verdict.simulated_faults
-
-
-def _changed_layers(sigmas: SigmaFile, healthy: SigmaFile) -> list[int]:
-    """Return the layers whose sigma differs between the two machines."""
-    without = healthy.aqn.layer_sigmas
-    return [layer for layer, sigma in sorted(sigmas.aqn.layer_sigmas.items()) if sigma != without.get(layer)]
 
 
 def fault_parts(data: ReportData, words: Words) -> tuple[Part, ...]:
@@ -265,29 +234,21 @@ def fault_parts(data: ReportData, words: Words) -> tuple[Part, ...]:
 
 def _training_rows(runs: Sequence[Run], words: Words) -> Iterator[dict[str, Any]]:
     """Yield the survival rate by run, fault and phase, and the share of the gradient that the fault zeroed."""
-    nothing = dict.fromkeys(("survival_rate", "zeroed_share", "zeroed_norm_share"))
+    shares = ("survival_rate", "zeroed_share", "zeroed_norm_share")
     for run in runs:
-        name, faults = words("run.name", arm=run.arm, seed=run.seed), run.receipt.faults
-        for cell in run.receipt.fault_cells:
-            row = {"run": name, "fault": _place(faults[cell.fault]), "phase": cell.phase, "calls": cell.calls}
-            yield nothing | row | {"survival_rate": cell.survival_rate}
-        for flow in run.receipt.gradient_flows:
-            row = {"run": name, "fault": _place(faults[flow.fault]), "phase": "backward", "calls": flow.calls}
-            yield nothing | row | {"zeroed_share": flow.zeroed_share, "zeroed_norm_share": flow.zeroed_norm_share}
-
-
-def _place(fault: Fault) -> str:
-    return f"{fault.type} {fault.magnitude:g}, {fault.site} {fault.layer}"
+        name = words("run.name", arm=run.arm, seed=run.seed)
+        for seen in (*run.receipt.fault_cells, *run.receipt.gradient_flows):
+            is_backward, fault = seen.phase == "backward", run.receipt.faults[seen.fault]
+            place = f"{fault.type} {fault.magnitude:g}, {fault.site} {fault.layer}"
+            found = {share: getattr(seen, share) for share in (shares[1:] if is_backward else shares[:1])}
+            row = {"run": name, "fault": place, "phase": seen.phase, "calls": seen.calls}
+            yield row | dict.fromkeys(shares) | found
 
 
 def _loss_figure(study: LossStudyFile, words: Words) -> Figure:
-    keys = [
-        SeriesKey(name, number)
-        for number, name in enumerate(dict.fromkeys(cell.condition for cell in _with_fault(study)), start=1)
-    ]
-    layers = ", ".join(map(str, study.faulty_layers))
+    keys, layers = charts.keys_of(cell.condition for cell in _with_fault(study)), map(str, study.faulty_layers)
     return Figure(
-        caption=words("losses.caption", texts=study.num_texts, gamma=study.gamma, layers=layers),
+        caption=words("losses.caption", texts=study.num_texts, gamma=study.gamma, layers=", ".join(layers)),
         groups=(PanelGroup(_loss_panels(study, keys, words), legend=keys),),
         tables=_loss_tables(study, words),
     )
@@ -323,11 +284,9 @@ def _loss_panels(study: LossStudyFile, keys: Sequence[SeriesKey], words: Words) 
         x = alt.X("magnitude:Q").title(words("axis.magnitude")).scale(type="log").axis(grid=False)
         y = alt.Y("loss:Q").title(words("axis.loss"))
         told = charts.told(rows, "mark.loss", words, series="")
-        chart = alt.layer(
-            charts.dashed_rules(rules).encode(y=y), *charts.lines_with_dots(told, x, y, "condition", keys)
-        )
-        title = words(f"order.{order}") if order else words("losses.panel")
-        panels.append(charts.panel(title, chart, words("alt.losses", order=title)))
+        title, above = words(f"order.{order}") if order else words("losses.panel"), charts.dashed_rules(rules)
+        label = words("alt.losses", order=title)
+        panels.append(charts.line_panel(title, label, told, x, y, "condition", keys, [above.encode(y=y)]))
     return panels
 
 

@@ -32,14 +32,12 @@ from aqnpipe.artifacts.provenance import short_digest
 from aqnpipe.config.evaluation import EvaluationConfig, scorer_column
 from aqnpipe.config.study import Study
 from aqnpipe.errors import DataError
-from aqnpipe.report import charts, claims, page, receipts
+from aqnpipe.report import charts, claims, receipts, stage
 from aqnpipe.report.charts import Panel
 from aqnpipe.report.claims import ClaimsOverview
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.machines import machine_scales
-from aqnpipe.report.markup import light_spec
-from aqnpipe.report.stage import facts
-from aqnpipe.report.summary import markdown
+from aqnpipe.report.markup import light_spec, markdown
 from aqnpipe.report.tables import Figure, PanelGroup, Row, Table, arm_table, table
 from aqnpipe.report.words import Words, visible
 
@@ -101,7 +99,7 @@ def export_paper(
     formats: Sequence[TableFormat],
 ) -> list[Path]:
     """Write every figure and table of the report below `folder`, and figures/captions.md; return the paths."""
-    written, captions, size = [], [], facts(study, data, words)
+    written, captions, size = [], [], stage.facts(study, data, words)
     contents = list(_sections(study, data, words))
     for name, figure, own in contents:
         if figures and figure is not None:
@@ -132,9 +130,9 @@ def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[st
     drawn = None if forest is None else Figure(caption=caption, groups=(PanelGroup([forest]),), tables=())
     paired = [row.paired for row in overview.rows if row.paired is not None]
     yield "claims", drawn, [table("verdicts", overview.rows, words), _arm_table(study, data, words), *paired]
-    if looks := page.look_figure(data.claims, words):
+    if looks := stage.look_figure(data.claims, words):
         yield "looks", looks, list(looks.tables)
-    for section in page.sections(study, data, machine_scales(study, data, words), words):
+    for section in stage.sections(study, data, machine_scales(study, data, words), words):
         for stem, found in section.exported():
             if isinstance(found, Figure):
                 yield stem, found, list(found.tables)
@@ -146,7 +144,7 @@ def _sections(study: Study, data: ReportData, words: Words) -> Iterator[tuple[st
 
 
 def _arm_table(study: Study, data: ReportData, words: Words) -> Table:
-    arms = arm_table(study, page.last_steps(data.accuracy), words)
+    arms = arm_table(study, data.last, words)
     headers = (words("column.model"), arms.head, words("column.what"), *arms.levels)
     rows = tuple(Row((row["model"], row["name"], row["description"], *row["cells"])) for row in arms.rows)
     return Table("arms", arms.title, headers, rows, 3)

@@ -1,7 +1,8 @@
 """Inputs of the report: the content of all artifacts of a study that exist, read and validated."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -131,6 +132,28 @@ class ReportData:
     loss_studies: tuple[LossStudyFile, ...] = ()
     parities: tuple[MeasuredMachine, ...] = ()
     machines: pl.DataFrame = field(default_factory=pl.DataFrame)
+
+    @cached_property
+    def last(self) -> pl.DataFrame:
+        """The accuracies of the last step of every run."""
+        return self.accuracy.filter(pl.col("step") == pl.col("step").max().over("model", "arm", "seed"))
+
+    @property
+    def models(self) -> list[str]:
+        """The models that there is anything to show of."""
+        return sorted(
+            {*self.accuracy["model"], *(run.model for run in self.runs), *(one.model for one in self.diagnoses)}
+        )
+
+    def of_model(self, model: str) -> "ReportData":
+        """Return the data with the accuracies, runs and diagnoses of one model alone."""
+        tables = {name: getattr(self, name) for name in ("accuracy", "robustness", "differences")}
+        return replace(
+            self,
+            **{name: table.filter(pl.col("model") == model) for name, table in tables.items()},
+            runs=tuple(one for one in self.runs if one.model == model),
+            diagnoses=tuple(one for one in self.diagnoses if one.model == model),
+        )
 
 
 def read_study(plan: StudyPlan, root: Path = Path(), compared: Path | None = None) -> ReportData:

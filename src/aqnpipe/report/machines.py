@@ -18,7 +18,6 @@ from aqnpipe.config.noise import AbsoluteGaussian, ErrorModel, OperatorNoise, Re
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import Study
 from aqnpipe.report import charts, numbers
-from aqnpipe.report.charts import Panel, SeriesKey
 from aqnpipe.report.inputs import MeasuredMachine, ReportData
 from aqnpipe.report.markup import MUTED
 from aqnpipe.report.tables import Figure, PanelGroup, Part, Row, Table, ranged, table
@@ -33,6 +32,16 @@ class StudyNoise:
     level: float | None
     arms: tuple[str, ...] = ()
 
+    def name(self, words: Words) -> str:
+        """Return the name of its level, or those of its arms."""
+        return ", ".join(self.arms) if self.level is None else words.level(self.level)
+
+    @property
+    def same_everywhere(self) -> float | None:
+        """The scale of relative noise that is the same in all layers; None for any other noise."""
+        error, is_partial = self.noise.error, self.noise.layers is not None or bool(self.noise.layer_scales)
+        return error.scale if isinstance(error, RelativeGaussian) and not is_partial else None
+
 
 def noises_of(study: Study, model: str, attention: str) -> list[StudyNoise]:
     """Return the noises on operators that a model meets: those of evaluations, then others that arms are trained with.
@@ -43,15 +52,14 @@ def noises_of(study: Study, model: str, attention: str) -> list[StudyNoise]:
     levels = [(level, evaluation.noise_at(level, attention).operator_noise) for level in evaluation.all_levels()]
     found = [StudyNoise(_resolved(plan, noise, model), level) for level, noise in levels if noise is not None]
     for name, arm in study.arms.items():
-        noise = arm.operator_noise
-        if noise is None or not noise.is_active or arm.model != model:
+        if arm.model != model or arm.operator_noise is None or not arm.operator_noise.is_active:
             continue
-        trained = _resolved(plan, noise, model)
-        same = next((one for one in found if one.noise == trained), None)
+        trained = _resolved(plan, arm.operator_noise, model)
+        same = next((place for place, one in enumerate(found) if one.noise == trained), None)
         if same is None:
             found.append(StudyNoise(trained, None, (name,)))
-        elif same.level is None:
-            found[found.index(same)] = StudyNoise(trained, None, (*same.arms, name))
+        elif found[same].level is None:
+            found[same] = StudyNoise(trained, None, (*found[same].arms, name))
     return found
 
 
@@ -110,14 +118,16 @@ def _relative_size(noise: OperatorNoise, operator: OperatorParity, own: Mapping[
 _DIFFERING = ("backend", "dtype", "attention", "device", "threads", "batch_size", "tensor_parallel")
 """Properties that can differ between the sides of a parity; those that do name the machine."""
 
-
 _HEADERS = ("operator", "parity", "operators", "machine_error")
 """Columns before those of the noises."""
+
+_Times = Sequence[tuple[StudyNoise, Mapping[str, float]]]
+"""Noises with their multiples of a machine's error by operator."""
 
 
 @dataclass(frozen=True)
 class MachineScale:
-    """The noises of the study in units of one measured machine."""
+    """The noises of the study in units of one measured machine. `brief`: the table of operators with noise alone."""
 
     heading: str
     sentences: tuple[str, ...]
@@ -127,21 +137,8 @@ class MachineScale:
     def brief(self) -> Table:
         """The table of the operators with noise alone."""
         (table,) = self.figure.tables
-        first = len(_HEADERS)
-        noised = (row for row in table.rows if any(cell != numbers.MISSING for cell in row.cells[first:]))
+        noised = (row for row in table.rows if {*row.cells[len(_HEADERS) :]} - {numbers.MISSING})
         return replace(table, rows=tuple(noised))
-
-
-@dataclass(frozen=True)
-class _Column:
-    """One noise: its name, and its multiples by operator."""
-
-    name: str
-    noise: StudyNoise
-    times: Mapping[str, float]
-
-    def over(self, operators: Sequence[OperatorParity]) -> list[float]:
-        return [self.times[operator.name] for operator in operators if operator.name in self.times]
 
 
 def machine_scales(study: Study, data: ReportData, words: Words) -> tuple[MachineScale, ...]:
@@ -163,41 +160,38 @@ def _machine_scale(
     study: Study, measured: MeasuredMachine, parities: Mapping[str, ParityFile], words: Words
 ) -> MachineScale:
     parity, machine = measured.parity, _named(measured, words)
-    columns: list[_Column] = []
-    without_size: list[_Column] = []
-    for noise in noises_of(study, measured.model, parity.first.attention):
-        times = {operator.name: found for operator, found in times_by_operator(noise.noise, parity, parities)}
-        (columns if times else without_size).append(_Column(_name_of(noise, words), noise, times))
-    panel = _picture(parity, columns, words)
-    return MachineScale(
-        heading=words("scale.heading", model=measured.model, machine=machine),
-        sentences=tuple(_sentence(column, parity, machine, words) for column in columns),
-        figure=Figure(
-            _caption(parity, without_size, words),
-            (PanelGroup([panel[0]], legend=panel[1]),) if panel else (),
-            (_table(parity, columns, words),),
-            alerts=_alerts(parity, words),
-        ),
-    )
-
-
-def _caption(parity: ParityFile, without_size: Sequence[_Column], words: Words) -> str:
-    sides = words(
+    found = [
+        (noise, {operator.name: times for operator, times in times_by_operator(noise.noise, parity, parities)})
+        for noise in noises_of(study, measured.model, parity.first.attention)
+    ]
+    columns, without_size = ([one for one in found if bool(one[1]) is has_size] for has_size in (True, False))
+    caption = words(
         "scale.caption",
         first=parity.first.setting,
         second=parity.second.setting,
         rms=parity.log_probabilities.rms,
         changes=parity.log_probabilities.argmax_changes,
     )
-    names = ", ".join(column.name for column in without_size)
-    return words.paragraph([sides, *([words("scale.without_size", names=names)] if names else [])])
+    names = ", ".join(noise.name(words) for noise, _ in without_size)
+    others = [words("scale.without_size", names=names)] if names else []
+    return MachineScale(
+        heading=words("scale.heading", model=measured.model, machine=machine),
+        sentences=tuple(_sentence(*column, parity, machine, words) for column in columns),
+        figure=Figure(
+            words.paragraph([caption, *others]),
+            tuple(_picture(parity, columns, words)),
+            (_table(parity, columns, words),),
+            alerts=tuple(_alerts(parity, words)),
+        ),
+    )
 
 
-def _alerts(parity: ParityFile, words: Words) -> tuple[str, ...]:
-    """Return what makes the errors of a parity no noise of a machine."""
-    is_noise = parity.verdict in ("equal", "rounding", "different algorithm")
-    alerts = [] if is_noise else [words("scale.no_noise", verdict=words(f"parity.{parity.verdict}"))]
-    return (*alerts, *([] if parity.same_inputs else [words("scale.other_inputs")]))
+def _alerts(parity: ParityFile, words: Words) -> Iterator[str]:
+    """Yield what makes the errors of a parity no noise of a machine."""
+    if parity.verdict not in ("equal", "rounding", "different algorithm"):
+        yield words("scale.no_noise", verdict=words(f"parity.{parity.verdict}"))
+    if not parity.same_inputs:
+        yield words("scale.other_inputs")
 
 
 def _named(measured: MeasuredMachine, words: Words) -> str:
@@ -212,50 +206,39 @@ def _setting(identity: CaptureIdentity, name: str) -> str:
     return value if isinstance(value, str) else f"{name} {value}"
 
 
-def _name_of(noise: StudyNoise, words: Words) -> str:
-    return ", ".join(noise.arms) if noise.level is None else words.level(noise.level)
+def _over(times: Mapping[str, float], operators: Sequence[OperatorParity]) -> list[float]:
+    return [times[operator.name] for operator in operators if operator.name in times]
 
 
-def _sentence(column: _Column, parity: ParityFile, machine: str, words: Words) -> str:
-    times = column.over([operator for operator in parity.operators if operator.is_product])
-    if not times:
-        return words("scale.not_on_products", noise=column.name)
-    return words(
-        "scale.sentence",
-        noise=column.name,
-        machine=machine,
-        times=median(times),
-        count=len(times),
-        low=min(times),
-        high=max(times),
-    )
+def _sentence(noise: StudyNoise, times: Mapping[str, float], parity: ParityFile, machine: str, words: Words) -> str:
+    name, found = noise.name(words), _over(times, [operator for operator in parity.operators if operator.is_product])
+    if not found:
+        return words("scale.not_on_products", noise=name)
+    low, high, number = min(found), max(found), len(found)
+    return words("scale.sentence", noise=name, machine=machine, times=median(found), count=number, low=low, high=high)
 
 
-def _table(parity: ParityFile, columns: Sequence[_Column], words: Words) -> Table:
+def _table(parity: ParityFile, columns: _Times, words: Words) -> Table:
     """Return a row for all products and one per kind of operator, in the order in which they run."""
-    kinds: dict[str, list[OperatorParity]] = {}
+    groups = {words("scale.all_products"): [operator for operator in parity.operators if operator.is_product]}
     for operator in parity.operators:
-        kinds.setdefault(operator.kind, []).append(operator)
-    products = [operator for operator in parity.operators if operator.is_product]
-    groups = {words("scale.all_products"): products, **kinds}
+        groups.setdefault(operator.kind, []).append(operator)
     rows = tuple(_row(kind, operators, columns, words) for kind, operators in groups.items())
     headers = (
         *(words(f"column.{name}") for name in _HEADERS),
-        *(words("scale.column", noise=column.name) for column in columns),
+        *(words("scale.column", noise=noise.name(words)) for noise, _ in columns),
     )
-    has_fused_noise = any(column.noise.noise.attention == "fused" for column in columns)
+    is_fused = any(noise.noise.attention == "fused" for noise, _ in columns)
     notes = [words("scale.note")]
-    if columns and not has_fused_noise and ATTENTION in kinds:
-        notes.append(words("scale.attention"))
+    notes += [words("scale.attention")] if columns and not is_fused and ATTENTION in groups else []
     return Table("machine-scale", words("scale.table"), headers, rows, 2, words.paragraph(notes))
 
 
-def _row(kind: str, operators: Sequence[OperatorParity], columns: Sequence[_Column], words: Words) -> Row:
+def _row(kind: str, operators: Sequence[OperatorParity], columns: _Times, words: Words) -> Row:
     verdict = max((operator.verdict for operator in operators), key=SEVERITY.index)
     error = [100 * operator.relative_rms for operator in operators]
-    cells = (kind, words(f"parity.{verdict}"), str(len(operators)))
-    times = (_cell(values, words) for values in (error, *(column.over(operators) for column in columns)))
-    return Row((*cells, *times), alert=verdict == "fault")
+    times = (_cell(values, words) for values in (error, *(_over(found, operators) for _, found in columns)))
+    return Row((kind, words(f"parity.{verdict}"), str(len(operators)), *times), alert=verdict == "fault")
 
 
 def _cell(values: Sequence[float], words: Words) -> str:
@@ -265,42 +248,28 @@ def _cell(values: Sequence[float], words: Words) -> str:
     return ranged(middle, low, high, "times", words)
 
 
-def _picture(parity: ParityFile, columns: Sequence[_Column], words: Words) -> tuple[Panel, list[SeriesKey]] | None:
-    """Return the machine's error over the layers, a line per kind of product, with the relative noises as rules."""
+def _picture(parity: ParityFile, columns: _Times, words: Words) -> Iterator[PanelGroup]:
+    """Yield the machine's error over the layers, a line per kind of product, above the relative noises as rules."""
     rows = [
         {"layer": operator.layer, "kind": operator.kind, "error": 100 * operator.relative_rms}
         for operator in parity.operators
         if operator.is_product and operator.layer is not None and operator.relative_rms > 0
     ]
     if not rows:
-        return None
-    title = words("scale.picture")
-    keys = [SeriesKey(kind, n) for n, kind in enumerate(dict.fromkeys(str(row["kind"]) for row in rows), start=1)]
+        return
+    title, label = words("scale.picture"), words("alt.scale")
+    keys = charts.keys_of(str(row["kind"]) for row in rows)
     shown = charts.told(pl.DataFrame(rows), "mark.error", words, series="", what=title)
     x = charts.number_axis("layer", words("axis.layer"))
     y = alt.Y("error:Q").title(words("axis.relative_error")).scale(type="log").axis(format="~g", tickCount=5)
-    chart = alt.layer(*_rules(columns, y), *charts.lines_with_dots(shown, x, y, "kind", keys))
-    return charts.panel(title, chart, words("alt.scale")), keys
-
-
-def _rules(columns: Sequence[_Column], y: alt.Y) -> list[alt.Chart]:
-    """Return a horizontal line with its name for every relative noise of the same scale in all layers."""
-    rows = [
-        {"error": 100 * column.noise.noise.error.scale, "name": column.name}
-        for column in columns
-        if isinstance(column.noise.noise.error, RelativeGaussian)
-        and column.noise.noise.layers is None
-        and not column.noise.noise.layer_scales
-    ]
-    if not rows:
-        return []
-    named = pl.DataFrame(rows)
-    return [
-        charts.dashed_rules(named).encode(y=y),
-        alt.Chart(named)
-        .mark_text(align="left", baseline="bottom", dx=2, dy=-2, color=MUTED)
-        .encode(y=y, x=alt.value(0), text="name:N"),
-    ]
+    scales = {noise.name(words): noise.same_everywhere for noise, _ in columns}
+    known = [{"error": 100 * scale, "name": name} for name, scale in scales.items() if scale is not None]
+    rules = []
+    if known:
+        names = alt.Chart(pl.DataFrame(known)).mark_text(align="left", baseline="bottom", dx=2, dy=-2, color=MUTED)
+        rules.append(charts.dashed_rules(pl.DataFrame(known)).encode(y=y))
+        rules.append(names.encode(y=y, x=alt.value(0), text="name:N"))
+    yield PanelGroup([charts.line_panel(title, label, shown, x, y, "kind", keys, rules)], legend=keys)
 
 
 def machine_parts(study: Study, rows: pl.DataFrame, words: Words) -> tuple[Part, ...]:

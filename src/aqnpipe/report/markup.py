@@ -34,7 +34,21 @@ def page_template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["markdown"] = markdown
     return environment.get_template(name)
+
+
+_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$]|^[-+=])")
+_NUMBERED = re.compile(r"^(\d+)([.)])")
+"""The start of a list. A backslash has to stand before the point, because digits cannot be escaped."""
+_MENTION = re.compile(r"@")
+
+
+def markdown(text: str) -> str:
+    """Escape untrusted text for Markdown: no markup, no HTML, no table break, and no mention of a user."""
+    flat = " ".join(visible(text).split())
+    escaped = _NUMBERED.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", flat))
+    return _MENTION.sub("@<!-- -->", escaped)
 
 
 def inline(name: str) -> Inline:

@@ -2,12 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, get_args
-
-import polars as pl
 
 from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import MeasuredError
@@ -51,19 +49,14 @@ def receipt_parts(data: ReportData, words: Words, run_link: RunLink) -> Iterator
     of_evaluations = ((_checkpoint(one, words), one.receipts.problems()) for one in data.evaluations)
     if found := [f"{checkpoint}: {problem}" for checkpoint, problems in of_evaluations for problem in problems]:
         yield _problems(words("receipts.refused_evaluations"), found, words)
-    of_runs = [part for run in data.runs[:MAX_RUNS] for part in _run_parts(run, words)]
-    yield Part("folded", (*of_runs, *_left_out(data.runs, words)), words("receipts.every_run"))
+    parts: list[Part] = []
+    for run in data.runs[:MAX_RUNS]:
+        name = _name(run, words)
+        parts += [Part("name", name), Part("table", phase_table(run.receipt, words), title=name)]
+        parts.append(Part("caption", sync_text(run.receipt, words)))
+    yield Part("folded", (*parts, *_left_out(data.runs, words)), words("receipts.every_run"))
     evaluations = evaluation_overview(data.evaluations, words, run_link)
     yield Part("folded", (Part("table", evaluations),), words("receipts.every_evaluation"))
-
-
-def _run_parts(run: Run, words: Words) -> tuple[Part, ...]:
-    name = _name(run, words)
-    return (
-        Part("name", name),
-        Part("table", phase_table(run.receipt, words), title=name),
-        Part("caption", sync_text(run.receipt, words)),
-    )
 
 
 def _name(run: Run, words: Words) -> str:
@@ -82,27 +75,26 @@ def _left_out(runs: Sequence[Run], words: Words) -> list[Part]:
 def run_overview(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
     """Return one row per run: operator noise and AQN, requested and measured."""
     rows = (_overview_row(run, words, run_link) for run in runs)
-    lost = _lost_text([(_name(run, words), run.receipt.cells) for run in runs], words)
+    lost = _lost_text({_name(run, words): run.receipt.cells for run in runs}, words)
     return replace(table("receipts", rows, words), note=lost)
 
 
 def evaluation_overview(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
     """Return one row per evaluated checkpoint and noise level, noise seeds pooled."""
     rows = (row for evaluated in evaluations for row in _evaluation_rows(evaluated, words, run_link))
-    cells_of = [
-        (_checkpoint(evaluated, words), [cell for each in evaluated.receipts.passes for cell in each.receipt.cells])
-        for evaluated in evaluations
-    ]
-    return replace(table("evaluation-receipts", rows, words), note=_lost_text(cells_of, words))
+    cells = {
+        _checkpoint(one, words): [cell for each in one.receipts.passes for cell in each.receipt.cells]
+        for one in evaluations
+    }
+    return replace(table("evaluation-receipts", rows, words), note=_lost_text(cells, words))
 
 
-def _lost_text(cells_of: Sequence[tuple[str, Sequence[Row]]], words: Words) -> str:
+def _lost_text(cells_of: Mapping[str, Sequence[Row]], words: Words) -> str:
     """Return a warning about runs or checkpoints whose noise the number format swallowed; empty if there are none."""
-    lost = {name: [cell for cell in cells if cell.is_lost] for name, cells in cells_of}
     shares = [
-        words("receipts.left", name=name, share=_root_mean_square(cells, relative=True))
-        for name, cells in lost.items()
-        if cells
+        words("receipts.left", name=name, share=_root_mean_square(lost, relative=True))
+        for name, cells in cells_of.items()
+        if (lost := [cell for cell in cells if cell.is_lost])
     ]
     return words("receipts.lost", shares=", ".join(shares)) if shares else ""
 
@@ -152,53 +144,43 @@ def phase_table(receipt: Receipt, words: Words) -> Table:
     return table("phases", (_phase_row(receipt, record, words) for record in receipt.phases), words)
 
 
-_OPERATORS: dict[str, Any] = {
-    **dict.fromkeys(("phase", "operator", "error"), pl.String),
-    "layer": pl.Int64,
-    **dict.fromkeys(("calls", "elements", "measured_elements"), pl.Int64),
-    **dict.fromkeys(("requested", "squares"), pl.Float64),
-}
-"""Columns of the rows of operators with an error."""
-
-
 def operator_table(receipt: Receipt, words: Words) -> Table:
     """Return what was measured by phase, operator and error, over layers; keys and values in a cache are the last."""
-    cells = pl.DataFrame([_operator(cell) for cell in receipt.cells], schema=_OPERATORS)
-    elements = pl.col("measured_elements").sum()
-    of_operators = cells.group_by("phase", "operator", "error", "requested", maintain_order=True).agg(
-        pl.col("layer").drop_nulls().alias("layers"),
-        pl.col("calls", "elements").sum(),
-        pl.when(elements > 0).then((pl.col("squares").sum() / elements).sqrt()).alias("measured"),
-    )
-    rows = [row | {"layers": numbers.number_ranges(row["layers"])} for row in of_operators.iter_rows(named=True)]
-    return table("operators", [*rows, *_cache_rows(receipt)], words)
-
-
-def _operator(cell: Row) -> dict[str, Any]:
-    is_head = cell.layer is None and not cell.is_module
-    named = {"operator": f"{cell.operator} (lm_head)" if is_head else cell.operator, "error": cell.kind}
-    return {name: getattr(cell, name) for name in _OPERATORS if name != "error"} | named
-
-
-def _cache_rows(receipt: Receipt) -> Iterator[dict[str, Any]]:
-    for phase in receipt.kv_cache.phases if receipt.kv_cache is not None else ():
+    groups: dict[tuple[str, str, str, float], list[Row]] = {}
+    for cell in receipt.cells:
+        is_head = cell.layer is None and not cell.is_module
+        operator = f"{cell.operator} (lm_head)" if is_head else cell.operator
+        groups.setdefault((cell.phase, operator, cell.kind, cell.requested), []).append(cell)
+    rows = [_operator_row(*key, cells) for key, cells in groups.items()]
+    cache = receipt.kv_cache
+    for phase in cache.phases if cache is not None else ():
         cells = [cell for cell in receipt.cache_cells if cell.phase == phase]
-        yield {
-            "phase": phase,
-            "operator": CACHE,
-            "layers": numbers.number_ranges([cell.layer for cell in cells if cell.layer is not None]),
-            "error": receipt.kv_cache.format if receipt.kv_cache is not None else "",
-            **{name: sum(getattr(cell, name) for cell in cells) for name in ("calls", "elements")},
-            "requested": None,
-            "measured": cache_error(cells),
-        }
+        rows.append(_operator_row(phase, CACHE, cache.format if cache else "", None, cells))
+    return table("operators", rows, words)
+
+
+def _operator_row(
+    phase: str, operator: str, error: str, requested: float | None, cells: Sequence[Row]
+) -> dict[str, Any]:
+    is_measured = any(cell.measured_elements for cell in cells)
+    return {
+        "phase": phase,
+        "operator": operator,
+        "layers": numbers.number_ranges([cell.layer for cell in cells if cell.layer is not None]),
+        "error": error,
+        "calls": sum(cell.calls for cell in cells),
+        "elements": sum(cell.elements for cell in cells),
+        "requested": requested,
+        "measured": _root_mean_square(cells, relative=False) if is_measured else cache_error(cells),
+    }
 
 
 def _phase_row(receipt: Receipt, record: Row, words: Words) -> dict[str, Any]:
     requested = [noise for noise in _noises(receipt) if record.phase in noise.phases]
     measured = [cell for cell in _cells(receipt) if cell.phase == record.phase]
     on_operators = any(not isinstance(noise, CacheNoise) for noise in requested)
-    reference_check = words("receipts.reference_check", value=record.largest_difference, elements=record.compared)
+    compared = words("receipts.reference_check", value=record.largest_difference, elements=record.compared)
+    recomputed = words("receipts.recomputed", numbers=record.recomputed, deviation=record.largest_deviation)
     unrequested = not on_operators and bool(record.calls)
     found = bool(record.escaped) or bool(record.contradictions)
     return {
@@ -207,17 +189,10 @@ def _phase_row(receipt: Receipt, record: Row, words: Words) -> dict[str, Any]:
         **_measured(measured, [], words),
         "calls": record.calls,
         "noised_share": record.noised_share,
-        "recomputed_numbers": _recomputed_text(record, words),
-        "reference_check": reference_check if record.compared and not on_operators else None,
+        "recomputed_numbers": recomputed if record.recomputed else None,
+        "reference_check": compared if record.compared and not on_operators else None,
         "alert": found or unrequested or bool(requested and not measured),
     }
-
-
-def _recomputed_text(record: Row, words: Words) -> str:
-    """Return how many numbers of the noise were recomputed, and their largest difference from those used."""
-    if not record.recomputed:
-        return numbers.MISSING
-    return words("receipts.recomputed", numbers=record.recomputed, deviation=record.largest_deviation)
 
 
 def _noises(receipt: Receipt) -> list[_Noise]:
@@ -263,26 +238,23 @@ def _measured(cells: Sequence[Row], compared: Sequence[Receipt], words: Words) -
 
     Where nothing was noised, the size is the difference of the outputs from plain torch in `compared`.
     """
-    parts = [
-        [cell for cell in cells if cell.is_module == module and cell.measured_elements] for module in (False, True)
-    ]
-    sizes = [numbers.scale(_root_mean_square(part, relative=False)) for part in parts if part]
+    measured = sorted((cell for cell in cells if cell.measured_elements), key=lambda cell: cell.is_module)
+    parts = [list(part) for _, part in groupby(measured, key=lambda cell: cell.is_module)]
     caches = [cell for cell in cells if cell.operator == CACHE]
-    sizes += [] if (of_caches := cache_error(caches)) is None else [numbers.scale(of_caches)]
-    measured = [cell for part in parts for cell in part]
-    if caches and not measured:
-        known = {"elements": sum(cell.recomputed for cell in caches)}
-        return {"noise_measured": ", ".join(sizes), "off_by": None, "sampling_error": None, **known}
-    if not measured:
-        size = _reference_check_text(compared, words) if compared else words("receipts.none")
-        return {"noise_measured": size, "off_by": None, "sampling_error": None, "elements": None}
-    elements = sum(cell.measured_elements for cell in measured)
+    sizes = [
+        *(_root_mean_square(part, relative=False) for part in parts),
+        *([] if not caches else [cache_error(caches)]),
+    ]
+    shown = ", ".join(numbers.scale(size) for size in sizes if size is not None)
+    if not measured and not caches:
+        shown = _reference_check_text(compared, words) if compared else words("receipts.none")
     exact = [cell for cell in measured if cell.kind in _SCALED_KINDS and cell.requested]
+    elements = sum(cell.measured_elements for cell in measured) or sum(cell.recomputed for cell in caches)
     return {
-        "noise_measured": ", ".join(sizes),
+        "noise_measured": shown,
         "off_by": 100 * (_root_mean_square(exact, relative=True) - 1) if exact else None,
-        "sampling_error": 100 * scale_standard_error(elements),
-        "elements": elements,
+        "sampling_error": 100 * scale_standard_error(elements) if measured else None,
+        "elements": elements if measured or caches else None,
     }
 
 
@@ -359,12 +331,10 @@ def run_table(runs: Sequence[Run], words: Words, run_link: RunLink) -> Table:
 def evaluation_table(evaluations: Sequence[Evaluated], words: Words, run_link: RunLink) -> Table:
     """Return one row per evaluated checkpoint, which links to its run; a device with shards if layers were shared."""
     rows = []
-    for evaluated in evaluations:
-        source, shards = evaluated.source, evaluated.receipts.facts.shards
-        row = _provenance(evaluated, words) | {"link": run_link(source.model, source.arm, source.seed)}
-        if shards > 1:
-            row["device"] = words("provenance.shards", device=row["device"], shards=shards)
-        rows.append(row)
+    for one in evaluations:
+        source, shards, row = one.source, one.receipts.facts.shards, _provenance(one, words)
+        device = words("provenance.shards", device=row["device"], shards=shards) if shards > 1 else row["device"]
+        rows.append(row | {"device": device, "link": run_link(source.model, source.arm, source.seed)})
     return table("provenance-evaluations", rows, words)
 
 

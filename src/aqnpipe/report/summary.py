@@ -1,7 +1,7 @@
 """The summary of a study in Markdown, README.md of its results, and the lines on the terminal when it is finished."""
 
-import re
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -14,6 +14,7 @@ from aqnpipe.config.study import Study
 from aqnpipe.report import numbers
 from aqnpipe.report.claims import (
     VERDICT_SYMBOLS,
+    ClaimRow,
     ClaimsOverview,
     answer_text,
     claim_text,
@@ -24,87 +25,50 @@ from aqnpipe.report.claims import (
 )
 from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.machines import MachineScale
-from aqnpipe.report.markup import page_template
+from aqnpipe.report.markup import markdown, page_template
 from aqnpipe.report.receipts import SHORT_DIGEST
-from aqnpipe.report.tables import arm_table, mean_accuracy
+from aqnpipe.report.tables import Row, arm_table, mean_accuracy
 from aqnpipe.report.words import Language, Words, load_words, visible
 
 MAX_ROWS = 100
 """Rows of a table; a description of a pull request holds 65,536 characters."""
 
-_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&$]|^[-+=])")
-_NUMBERED = re.compile(r"^(\d+)([.)])")
-"""The start of a list. A backslash has to stand before the point, because digits cannot be escaped."""
-_MENTION = re.compile(r"@")
-
-
-def markdown(text: str) -> str:
-    """Escape untrusted text for Markdown: no markup, no HTML, no table break, and no mention of a user."""
-    flat = " ".join(visible(text).split())
-    escaped = _NUMBERED.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", flat))
-    return _MENTION.sub("@<!-- -->", escaped)
-
 
 def render_summary(
-    study: Study,
-    data: ReportData,
-    overview: ClaimsOverview,
-    last: pl.DataFrame,
-    scales: Sequence[MachineScale],
-    words: Words,
+    study: Study, data: ReportData, overview: ClaimsOverview, scales: Sequence[MachineScale], words: Words
 ) -> str:
     """Return the answer, the question, the verdicts, the looks, what the study cannot show, and accuracy by arm.
 
     Behind them are the noises of the study in units of the machines that were measured, its `scales`.
     """
-    shown = _shown_claims(overview)
-    claims = summary_line((row.verdict for row in overview.rows), words)
-    incomplete = [f"> {words('incomplete.title')}", ""] if data.missing else []
-    answer = answer_text(data.claims, words)
-    parts = [
-        *([] if answer is None else [f"**{markdown(answer)}**", ""]),
-        f"### {markdown(study.config.report.title)}",
-        "",
-        markdown(study.config.report.question),
-        "",
-        *incomplete,
-        f"**{claims}**",
-        "",
-        *_claim_lines(overview, shown, words),
-        *_look_lines(data, words),
-        *(f"- {markdown(limit)}" for limit in overview.limits),
-        "",
-        *_accuracy_lines(study, last, _compared_arms(data, shown), words),
-        *_scale_lines(scales),
-        _provenance(study, data, words),
-    ]
-    return "\n".join(parts) + "\n"
+    shown = {row.comparison_id for group in shown_groups(overview.groups, MAX_ROWS) for row in group.rows}
+    # A study of checkpoints has no runs.
+    records = [made.record for made in (data.runs or data.evaluations)]
+    versions = {f"{name} {version}" for record in records for name, version in record.versions.items()}
+    return (
+        page_template("summary.md.jinja").render(
+            w=words,
+            study=study,
+            data=data,
+            answer=answer_text(data.claims, words),
+            overview=overview,
+            claims=summary_line((row.verdict for row in overview.rows), words),
+            rows=[_claim_cells(row, words) for row in overview.rows if row.comparison_id in shown],
+            left_out=left_out_claims([row.verdict for row in overview.rows if row.comparison_id not in shown], words),
+            looks=look_table(data.claims, words),
+            accuracy=accuracy(study, data.last, _compared_arms(data, shown), words),
+            scales=scales,
+            codes=sorted({record.code_digest[:SHORT_DIGEST] for record in records}),
+            versions=sorted(versions),
+            missing=numbers.MISSING,
+        )
+        + "\n"
+    )
 
 
-def _claim_lines(overview: ClaimsOverview, shown: Set[str], words: Words) -> list[str]:
-    if not overview.rows:
-        return []
-    header = [words("column.verdict"), words("column.claim"), words("summary.difference"), words("column.interval")]
-    rows = [
-        [
-            words(f"verdict.{row.verdict}"),
-            markdown(row.claim if row.role == "secondary" else words(f"role.{row.role}", claim=row.claim)),
-            row.difference,
-            row.interval or numbers.MISSING,
-        ]
-        for row in overview.rows
-        if row.comparison_id in shown
-    ]
-    left_out = left_out_claims([row.verdict for row in overview.rows if row.comparison_id not in shown], words)
-    return [*numbers.markdown_table(header, rows), "", *([left_out, ""] if left_out else [])]
-
-
-def _look_lines(data: ReportData, words: Words) -> list[str]:
-    looks = look_table(data.claims, words)
-    if looks is None:
-        return []
-    rows = [[markdown(cell) for cell in row.cells] for row in looks.rows]
-    return [looks.caption, "", *numbers.markdown_table(looks.headers, rows), ""]
+def _claim_cells(row: ClaimRow, words: Words) -> tuple[str, ...]:
+    claim = row.claim if row.role == "secondary" else words(f"role.{row.role}", claim=row.claim)
+    return words(f"verdict.{row.verdict}"), markdown(claim), row.difference, row.interval or numbers.MISSING
 
 
 def _compared_arms(data: ReportData, shown: Set[str]) -> set[tuple[str, str]]:
@@ -113,58 +77,37 @@ def _compared_arms(data: ReportData, shown: Set[str]) -> set[tuple[str, str]]:
     return {(row["model"], row[side]) for row in rows.iter_rows(named=True) for side in ("treatment", "control")}
 
 
-def _shown_claims(overview: ClaimsOverview) -> set[str]:
-    groups = shown_groups(overview.groups, MAX_ROWS)
-    return {row.comparison_id for group in groups for row in group.rows}
+@dataclass(frozen=True)
+class Accuracy:
+    """The accuracies of the arms as a table, and what there is to say of them."""
+
+    caption: str
+    headers: tuple[str, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
 
 
-def _accuracy_lines(study: Study, last: pl.DataFrame, compared: Set[tuple[str, str]], words: Words) -> list[str]:
+def accuracy(study: Study, last: pl.DataFrame, compared: Set[tuple[str, str]], words: Words) -> Accuracy | None:
+    """Return the accuracies after the last step; of too many arms, those of the claims that are shown come first."""
     if last.is_empty():
-        return []
+        return None
     table, means = arm_table(study, last, words), mean_accuracy(last)
-    header = [table.head, *table.levels]
-    # If not all fit: those of the claims that are shown come first.
     first = sorted(
         table.rows, key=lambda row: row["name"] != PRETRAINED and (row["model"], row["name"]) not in compared
     )
     shown = {(row["model"], row["name"]) for row in first[:MAX_ROWS]}
-    rows = [
-        [markdown(f"{row['model']} {row['name']}" if table.several_models else row["name"]), *row["cells"]]
+    rows = tuple(
+        Row((markdown(f"{row['model']} {row['name']}" if table.several_models else row["name"]), *row["cells"]))
         for row in table.rows
         if (row["model"], row["name"]) in shown
-    ]
-    cut = [words("table.left_out", shown=len(rows), all=len(table.rows)), ""] if len(rows) < len(table.rows) else []
+    )
+    cut = [words("table.left_out", shown=len(rows), all=len(table.rows))] if len(rows) < len(table.rows) else []
     unanswered = words(
         "summary.unanswered" if study.has_training else "summary.unanswered_checkpoints",
         truncated=float(max(means["truncated_fraction"])),
         no_answer=float(max(means["parse_failure_fraction"])),
     )
-    return [table.caption, "", *numbers.markdown_table(header, rows), "", *cut, unanswered, ""]
-
-
-def _scale_lines(scales: Sequence[MachineScale]) -> list[str]:
-    lines = []
-    for scale in scales:
-        lines += [markdown(scale.heading), "", *(f"- {markdown(sentence)}" for sentence in scale.sentences), ""]
-        brief = scale.brief
-        rows = [[markdown(row.cells[0]), *row.cells[1:]] for row in brief.rows]
-        if rows:
-            header = [markdown(head) for head in brief.headers]
-            lines += [*numbers.markdown_table(header, rows), "", markdown(brief.note), ""]
-    return lines
-
-
-def _provenance(study: Study, data: ReportData, words: Words) -> str:
-    # A study of checkpoints has no runs.
-    records = [made.record for made in (data.runs or data.evaluations)]
-    codes = sorted({record.code_digest[:SHORT_DIGEST] for record in records})
-    versions = sorted({f"{name} {version}" for record in records for name, version in record.versions.items()})
-    return words(
-        "summary.study",
-        study=markdown(study.config.study),
-        code=", ".join(codes) or numbers.MISSING,
-        versions=markdown(", ".join(versions)) or numbers.MISSING,
-    )
+    return Accuracy(table.caption, (table.head, *table.levels), rows, (*cut, unanswered))
 
 
 def readme(study: Study, words: Words) -> str:

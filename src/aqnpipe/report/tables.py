@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from itertools import product
 from typing import Any, Literal
 
 import polars as pl
@@ -258,19 +259,13 @@ def comparison_tables(comparisons: pl.DataFrame, words: Words) -> tuple[Table, T
     """Return all comparisons with the numbers behind their verdicts, and other analyses with the sizes needed."""
     methods = list(dict.fromkeys(comparisons["method"]))
     rows = [
-        row
-        | {
-            "test": _test(row, words),
-            "alert": row["verdict"] == "invalid",
-            "method": methods.index(row["method"]) + 1,
-        }
+        row | {"test": _test(row, words), "method": methods.index(row["method"]) + 1}
         for row in comparisons.iter_rows(named=True)
     ]
     texts = [f"{number}: {analysis_text(method, words)}" for number, method in enumerate(methods, start=1)]
-    checks = [row | {"alert": False} for row in rows]
-    return table("comparisons", rows, words), table(
-        "checks", checks, words, methods=words("list.separator").join(texts)
-    )
+    marked = (row | {"alert": row["verdict"] == "invalid"} for row in rows)
+    checks = table("checks", rows, words, methods=words("list.separator").join(texts))
+    return table("comparisons", marked, words), checks
 
 
 def analysis_text(method: str, words: Words) -> str:
@@ -357,35 +352,30 @@ def arm_table(study: Study, last: pl.DataFrame, words: Words) -> ArmTable:
     """Return every arm of the study, the pretrained models first; `last`: the accuracies of the last steps."""
     means = mean_accuracy(last)
     levels = sorted(means["noise_level"].unique().to_list())
-    several = pl.col("num_seeds") > 1
-    ends = (pl.when(several).then(pl.col(name)).alias(name) for name in ("lowest", "highest"))
-    columns = means.select("model", "arm", "noise_level", "mean", *ends)
-    found = {(row[0], row[1], row[2]): (row[3], row[4], row[5]) for row in columns.iter_rows()}
+    cells: dict[tuple[str, str], dict[float, str]] = {}
+    for row in means.iter_rows(named=True):
+        low, high = (row["lowest"], row["highest"]) if row["num_seeds"] > 1 else (None, None)
+        of_arm = cells.setdefault((row["model"], row["arm"]), {})
+        of_arm[row["noise_level"]] = ranged(row["mean"], low, high, "points", words)
     models = list(dict.fromkeys([arm.model for arm in study.arms.values()] + means["model"].to_list()))
-    present = {key[:2] for key in found}
-    pairs = [
-        (model, name)
-        for model in models
-        for name in (PRETRAINED, *study.config.arms)
-        if (model, name) in present or (name in study.arms and study.arms[name].model == model)
-    ]
-    first_model = {name: model for model, name in reversed(pairs)}
-    rows = []
-    for model, name in pairs:
-        text = what_it_is(study, name, words)
+    rows, named = [], set[str]()
+    for model, name in product(models, (PRETRAINED, *study.config.arms)):
+        arm = study.arms.get(name)
+        if (model, name) not in cells and (arm is None or arm.model != model):
+            continue
+        text, found = what_it_is(study, name, words), cells.get((model, name), {})
         rows.append(
             {
                 "name": name,
                 "model": model,
-                "anchor": "" if model != first_model[name] else f"arm-{name}",
+                "anchor": "" if name in named else f"arm-{name}",
                 "description": text.text,
                 "untranslated": text.untranslated,
-                "control_of": (study.arms[name].aa_control_of or "") if name in study.arms else "",
-                "cells": tuple(
-                    ranged(*found.get((model, name, level), (None, None, None)), "points", words) for level in levels
-                ),
+                "control_of": (arm.aa_control_of or "") if arm else "",
+                "cells": tuple(found.get(level, numbers.MISSING) for level in levels),
             }
         )
+        named.add(name)
     if study.has_training:
         title, caption, head = words("arms.table"), words("summary.accuracy"), words("column.arm")
     else:  # Given checkpoints have neither steps nor seeds.

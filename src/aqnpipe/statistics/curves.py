@@ -1,11 +1,23 @@
-"""Two groups of training runs compared step by step: a band from the scatter between seeds, and the mean over steps."""
+"""Curves: two groups of training runs step by step, and the accuracy of an arm as a function of the noise level.
 
+The former have a band from the scatter between seeds, and a mean over steps; the latter the slope of a least-squares
+line.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from aqnpipe.statistics.arrays import FloatArray
+from aqnpipe.statistics.clusters import Clusters
+from aqnpipe.statistics.crossed_effects import estimate_difference
+from aqnpipe.statistics.seed_blocks import SeedVariance
+
+SLOPE_UNIT = 0.1
+"""Slopes are per this difference in relative noise scale."""
 
 _LEAST_VARIANCE = 0.01
 """Least variance between seeds at a step, as a share of the median over steps: two seeds may agree by chance."""
@@ -69,3 +81,39 @@ def _p(differences: FloatArray | float, errors: FloatArray | float, freedom: int
     sizes, scale = np.abs(differences), np.asarray(errors)
     ratios = np.divide(sizes, scale, out=np.where(sizes > 0, np.inf, 0.0), where=scale > 0)
     return float(2 * stats.t.sf(ratios.max(), freedom))
+
+
+def slope_per_question(levels: Sequence[float], means: FloatArray) -> FloatArray:
+    """Return the least-squares slopes [seed, question], per 0.1 of noise scale, of means[level, seed, question]."""
+    centred = np.asarray(levels, dtype=np.float64) - np.mean(levels)
+    weights = centred / np.sum(centred**2) * SLOPE_UNIT
+    return np.tensordot(weights, means, axes=(0, 0))
+
+
+def robustness_row(
+    levels: Sequence[float],
+    means: FloatArray,
+    seed_variance: SeedVariance | None,
+    alpha: float,
+    clusters: Clusters | None = None,
+) -> dict[str, Any]:
+    """Return the columns of `artifacts.RobustnessTable` computed from means[level, seed, question].
+
+    There must be at least two levels. With several seeds, the error of the slope includes the seed variance
+    (`seed_variance`: see `SeedBlocks.of_arm`).
+    """
+    slopes = slope_per_question(levels, means)
+    estimate = estimate_difference(slopes, np.zeros_like(slopes), seed_variance, clusters)
+    low, high = estimate.interval(1 - alpha) if estimate.spread is not None else (None, None)
+    return {
+        "num_seeds": means.shape[1],
+        "num_questions": means.shape[2],
+        "num_levels": len(levels),
+        "highest_level": float(levels[-1]),
+        "accuracy_lowest_level": float(means[0].mean()),
+        "accuracy_highest_level": float(means[-1].mean()),
+        "slope": estimate.difference,
+        "slope_ci_low": low,
+        "slope_ci_high": high,
+        "slope_p": estimate.two_sided_p() if estimate.spread is not None else None,
+    }
