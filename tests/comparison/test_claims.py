@@ -237,21 +237,23 @@ def test_an_effect_that_other_scorers_hardly_see_says_so():
     assert "By the scorer last_number, the difference is −2.0 points" in sentence.en
 
 
+BETTER, WORSE = (np.repeat([[1.0, 0.0]], counts, axis=1) for counts in ([240, 60], [180, 120]))
+"""One run of 80 % and one of 60 %."""
+
+
 @pytest.mark.parametrize(("by_number", "part"), [(0.15, "+5.0"), (0.2, "+0.0"), (0.22, "−2.0")])
 def test_a_control_says_how_much_of_its_difference_is_answer_format(by_number, part):
     """The control is 80 against 60 % by the study's scorer; what answer format makes of it may also be against it."""
-    better, worse = np.repeat([[1.0, 0.0]], [240, 60], axis=1), np.repeat([[1.0, 0.0]], [180, 120], axis=1)
-    _, sentence = judged(better, worse, by_scorer={"last_number": by_number}, role="control", expected="higher")
+    _, sentence = judged(BETTER, WORSE, by_scorer={"last_number": by_number}, role="control", expected="higher")
     graded = f"the difference is +{100 * by_number:.1f} points."
     assert f"Answer format makes {part} points of it: graded by the last number in the text, {graded}" in sentence.en
     assert f"其中答案格式占 {part} 个百分点" in sentence.zh
-    _, sentence = judged(better, worse, by_scorer={"last_number": by_number}, expected="higher")
+    _, sentence = judged(BETTER, WORSE, by_scorer={"last_number": by_number}, expected="higher")
     assert "Answer format" not in sentence.en, "only of a control"
 
 
 def test_the_part_of_a_loss_is_negative():
-    better, worse = np.repeat([[1.0, 0.0]], [240, 60], axis=1), np.repeat([[1.0, 0.0]], [180, 120], axis=1)
-    _, sentence = judged(worse, better, by_scorer={"last_number": -0.12}, role="control", expected="lower")
+    _, sentence = judged(WORSE, BETTER, by_scorer={"last_number": -0.12}, role="control", expected="lower")
     assert "Answer format makes −8.0 points of it: graded by the last number in the text, the difference is −12.0" in (
         sentence.en
     )
@@ -260,8 +262,7 @@ def test_the_part_of_a_loss_is_negative():
 @pytest.mark.parametrize("by_scorer", [{}, {"harness_strict": 0.15}, {"last_number": 0.05}, {"last_number": -0.2}])
 def test_a_control_whose_effect_is_of_the_format_says_it_once(by_scorer):
     """Nor does one that is graded by the last number itself, or has no numbers."""
-    better, worse = np.repeat([[1.0, 0.0]], [240, 60], axis=1), np.repeat([[1.0, 0.0]], [180, 120], axis=1)
-    _, sentence = judged(better, worse, by_scorer=by_scorer, role="control", expected="higher")
+    _, sentence = judged(BETTER, WORSE, by_scorer=by_scorer, role="control", expected="higher")
     assert "Answer format" not in sentence.en
     assert ("the effect depends on the format of the answers" in sentence.en) == ("last_number" in by_scorer)
 

@@ -73,13 +73,14 @@ def after(study, evaluations, number):
     for _ in range(number):
         earlier = read_looks("results")
         plan = plan_after(study, earlier)
-        wanted = set(plan.evaluations())
-        take_look(plan.study, design, earlier, [one for one in evaluations if _key(one) in wanted])
+        take_look(plan.study, design, earlier, due(plan, evaluations))
     return read_looks("results")
 
 
-def _key(one):
-    return one.model, one.arm, one.seed, one.step
+def due(plan, evaluations):
+    """Return the evaluations that the jobs of a plan make."""
+    wanted = set(plan.evaluations())
+    return [one for one in evaluations if (one.model, one.arm, one.seed, one.step) in wanted]
 
 
 def states(look):
@@ -163,32 +164,32 @@ def test_without_a_reserve_the_maximum_cannot_be_raised(study, evaluations):
         ({"comparisons": []}, r"the claim E5b-vs-E5@0 \(edited\)"),
         ({"dataset": {"source": "generated", "num_train": 480, "num_test": 300}}, "the data set"),
         ({"training": "rate"}, "the training or evaluation of arm baseline"),
+        (lambda claims, _: claims[:2], r"E5-vs-baseline@0 \(removed\)"),
+        (lambda claims, made: [*claims, made.levels("E5")], r"E5@0.1-vs-0 \(added\)"),
+        (lambda claims, _: edited(claims, expected="lower"), r"E5b-vs-E5@0 \(edited\)"),
+        (lambda claims, _: edited(claims, role="secondary"), r"E5b-vs-E5@0 \(edited\)"),
+        (lambda claims, _: edited(claims, claim="In other words"), None),
     ],
 )
-def test_a_study_is_bound_by_its_first_look(study, synthetic, claims, evaluations, change, words):
-    after(study(), evaluations, 1)
-    if change.get("training") == "rate":
-        change = {"training": study().config.training.model_dump() | {"learning_rate": 1e-3}}
-    content = {"comparisons": claims, "seeds": RULE | {"futility": 0.0}} | change
-    with pytest.raises(ConfigError, match=words):
-        registered_design(synthetic.study(**content))
-
-
-def test_a_claim_that_is_edited_added_or_removed_is_refused_and_new_words_are_not(
-    study, synthetic, claims, evaluations
+def test_a_study_is_bound_by_its_first_look_but_for_the_words_of_its_claims(
+    study, synthetic, claims, evaluations, change, words
 ):
     after(study(), evaluations, 1)
-    seeds = RULE | {"futility": 0.0}
-    for changed, words in [
-        (claims[:2], r"E5-vs-baseline@0 \(removed\)"),
-        ([*claims, synthetic.levels("E5")], r"E5@0.1-vs-0 \(added\)"),
-        ([claims[0], claims[1] | {"expected": "lower"}, claims[2]], r"E5b-vs-E5@0 \(edited\)"),
-        ([claims[0], claims[1] | {"role": "secondary"}, claims[2]], r"E5b-vs-E5@0 \(edited\)"),
-    ]:
+    if callable(change):
+        change = {"comparisons": change(claims, synthetic)}
+    elif change.get("training") == "rate":
+        change = {"training": study().config.training.model_dump() | {"learning_rate": 1e-3}}
+    changed = synthetic.study(**{"comparisons": claims, "seeds": RULE | {"futility": 0.0}} | change)
+    if words is None:
+        assert registered_design(changed).planned == 6
+    else:
         with pytest.raises(ConfigError, match=words):
-            registered_design(synthetic.study(comparisons=changed, seeds=seeds))
-    reworded = [claims[0], claims[1] | {"claim": "In other words"}, claims[2]]
-    assert registered_design(synthetic.study(comparisons=reworded, seeds=seeds)).planned == 6
+            registered_design(changed)
+
+
+def edited(claims, **changes):
+    """Return the claims with changes of the second one."""
+    return [claims[0], claims[1] | changes, *claims[2:]]
 
 
 def test_the_design_is_kept_where_every_record_is_gone_but_one(study, evaluations):
@@ -272,10 +273,8 @@ def test_progress_names_the_next_look(study, evaluations):
 
 def test_verdicts_and_answer_are_those_of_the_last_looks(study, evaluations, tmp_path):
     looks = after(study(), evaluations, 3)
-    plan = plan_after(study(), looks)
-    wanted = set(plan.evaluations())
-    outputs = tmp_path / "out"
-    compare(plan.study, [one for one in evaluations if _key(one) in wanted], outputs, looks)
+    plan, outputs = plan_after(study(), looks), tmp_path / "out"
+    compare(plan.study, due(plan, evaluations), outputs, looks)
     claims = read_json(outputs / "claims.json", ClaimsFile)
     rows = {
         row["comparison_id"]: row for row in read_table(outputs / "comparisons.parquet", ComparisonTable).to_dicts()
@@ -296,10 +295,8 @@ def test_verdicts_and_answer_are_those_of_the_last_looks(study, evaluations, tmp
 
 
 def test_before_the_first_look_nothing_is_decided(study, evaluations, tmp_path):
-    plan = plan_after(study(), [])
-    wanted = set(plan.evaluations())
-    outputs = tmp_path / "out"
-    compare(plan.study, [one for one in evaluations if _key(one) in wanted], outputs)
+    plan, outputs = plan_after(study(), []), tmp_path / "out"
+    compare(plan.study, due(plan, evaluations), outputs)
     assert {claim.verdict for claim in read_json(outputs / "claims.json", ClaimsFile).claims} == {"not_shown"}
 
 

@@ -215,6 +215,13 @@ def test_pictures_round_positions_but_never_labels():
     assert 'fill="var(--c1)"' in svg
 
 
+def test_a_chart_of_more_rows_than_altair_takes_is_drawn_whole():
+    rows = pl.DataFrame({"x": range(6000), "y": [0.5] * 6000})
+    svg = render_svg(alt.Chart(rows).mark_point().encode(x="x:Q", y="y:Q"), "many")
+    assert svg.count("translate(") >= 6000
+    assert alt.data_transformers.options == {}
+
+
 def test_long_training_is_thinned_and_keeps_its_last_step():
     steps = 400
     rows = pl.DataFrame({"step": range(1, steps + 1)}).with_columns(

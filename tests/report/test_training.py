@@ -1,11 +1,22 @@
-"""Leaps of KL and loss: found at their step, not smeared over the steps around it."""
+"""Leaps of KL and loss, found at their step; the distance between sampler and policy; and modes of engines."""
 
 from types import SimpleNamespace
 
 import polars as pl
 import pytest
 
-from aqnpipe.report.training import distance_table, leap_sentences, leap_table, leaps, router_tables, smoothed_by_arm
+from aqnpipe.artifacts.training_facts import DistanceGrowth
+from aqnpipe.report.training import (
+    distance_table,
+    engine_sentences,
+    growth_sentences,
+    leap_sentences,
+    leap_table,
+    leaps,
+    router_tables,
+    smoothed_by_arm,
+    verified_sentences,
+)
 from aqnpipe.report.words import load_words
 
 
@@ -143,3 +154,60 @@ def test_the_line_of_kl_passes_below_a_spike_and_that_of_the_reward_is_a_mean():
     table = run(kl).metrics.with_columns(arm=pl.lit("E5"), seed=pl.lit(0), reward_mean=pl.col("kl"))
     assert smoothed_by_arm(table, "kl", 5, 1)["mean"].max() == 0.1
     assert smoothed_by_arm(table, "reward_mean", 5, 1)["mean"].max() == pytest.approx((50 + 0.4) / 5)
+
+
+EN, ZH = load_words("en"), load_words("zh")
+
+
+def engine_run(arm, seed, growth=None, facts=True, mode=None, eager=None):
+    training = SimpleNamespace(distance_growth=growth) if facts else None
+    generation = {} if mode is None else {"batch_invariant": mode}
+    generation |= {} if eager is None else {"enforce_eager": eager}
+    return SimpleNamespace(arm=arm, seed=seed, record=SimpleNamespace(training=training, generation=generation))
+
+
+def grown(first, last, has_grown=True):
+    return DistanceGrowth(num_rollouts=25, first_mean=first, last_mean=last, standard_error=0.001, has_grown=has_grown)
+
+
+def test_a_sentence_names_arms_with_and_without_the_batch_invariant_mode():
+    alike = [engine_run("E5", 0, mode=True), engine_run("baseline", 0, mode=True), engine_run("E6", 0, facts=False)]
+    assert engine_sentences(alike, EN) == growth_sentences(alike, EN) == []
+    (sentence,) = engine_sentences([*alike, engine_run("E7", 0, mode=False)], EN)
+    assert "batch-invariant mode in E5; baseline, and did not in E7" in sentence
+
+
+def test_a_sentence_names_the_arms_whose_rollouts_replayed_graphs():
+    eager = [engine_run("E5", 0, mode=False, eager=True), engine_run("E6", 0, facts=False)]
+    assert engine_sentences(eager, EN) == []
+    replayed = [engine_run("baseline", seed, mode=False, eager=False) for seed in (0, 1)]
+    assert engine_sentences(replayed, EN) == ["Rollouts replayed vLLM's CUDA graphs in baseline."]
+    (sentence,) = engine_sentences([*eager, *replayed], EN)
+    assert sentence.startswith("Rollouts replayed vLLM's CUDA graphs in baseline, and did not in E5: these differ in")
+    assert "baseline" in engine_sentences([*eager, *replayed], ZH)[0]
+
+
+@pytest.mark.parametrize(("words", "expected"), [(EN, "E5 seed 1"), (ZH, "E5 种子 1")])
+def test_the_alert_names_the_runs_that_have_grown_the_most(words, expected):
+    runs = [
+        engine_run("baseline", 0, growth=grown(0.1, 0.9, has_grown=False)),
+        engine_run("E5", 0, growth=grown(0.01, 0.02)),
+        engine_run("E5", 1, growth=grown(0.01, 0.05)),
+        *(engine_run("E6", seed, growth=grown(0.01, 0.015)) for seed in range(3)),
+    ]
+    sentences = growth_sentences(runs, words)
+    assert len(sentences) == 4
+    assert expected in sentences[0]
+    assert "0.01" in sentences[0]
+    assert "0.05" in sentences[0]
+    assert "first and last 5 rollouts" in sentences[0] or words is ZH
+    assert "2" in sentences[-1]
+
+
+def test_the_caption_counts_the_steps_that_were_verified():
+    def verified(*steps):
+        return SimpleNamespace(record=SimpleNamespace(training=SimpleNamespace(verified_steps=steps, steps=40)))
+
+    assert verified_sentences([verified(), engine_run("E5", 0, facts=False)], EN) == []
+    (sentence,) = verified_sentences([verified(20, 40), verified(40), engine_run("E5", 0, facts=False)], EN)
+    assert sentence.startswith("In 3 of 80 optimiser steps a micro-batch was computed twice")

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -322,14 +321,11 @@ def _levels(rows: pl.DataFrame, scorer: str, num_tables: int) -> list[dict[float
         .sort(_FILE, "noise_level", "noise_seed", "question_id")
         .with_columns(pl.col("question_id").cast(pl.Categorical).to_physical().alias("code"))
     )
-    twins = _identical_levels(rows, num_tables)
+    twins = _identical_levels(rows)
     names: dict[bytes, tuple[str, ...]] = {}
     levels: list[dict[float, LevelScores]] = [{} for _ in range(num_tables)]
-    files, of_rows = answers[_FILE].to_numpy(), answers["noise_level"].to_numpy()
-    is_first = np.append(True, (files[1:] != files[:-1]) | (of_rows[1:] != of_rows[:-1]))
-    for start, end in pairwise([*np.flatnonzero(is_first[: len(answers)]), len(answers)]):
-        level = float(of_rows[start])
-        levels[files[start]][level] = _level_scores(answers[start:end], names, twins[files[start]].get(level))
+    for (file, level), part in answers.group_by(_FILE, "noise_level", maintain_order=True):
+        levels[int(file)][float(level)] = _level_scores(part, names, twins.get((file, level)))
     return levels
 
 
@@ -365,23 +361,19 @@ def _batches(numbers: bytes) -> Batches:
     return Batches(np.frombuffer(numbers, dtype=np.int64))
 
 
-def _identical_levels(rows: pl.DataFrame, num_tables: int) -> list[dict[float, float]]:
-    """Return, per table, the levels at which all passes have the same responses as those of a lower level, with it."""
-    digests = (
+def _identical_levels(rows: pl.DataFrame) -> dict[tuple[Any, Any], float]:
+    """Return, by table and level, the lowest level with the same responses in all passes; itself is none."""
+    digest, level = pl.col("digest"), pl.col("noise_level")
+    twins = (
         rows.group_by(_FILE, "noise_level", "noise_seed")
         .agg(pl.struct("question_id", "sample", "response").hash(seed=0).bitwise_xor().alias("digest"))
         .group_by(_FILE, "noise_level")
-        .agg(pl.col("digest").unique())
-        .sort(_FILE, "noise_level")
+        .agg(digest.first(), digest.n_unique().alias("num_digests"))
+        .filter(pl.col("num_digests") == 1)
+        .select(_FILE, level, level.min().over(_FILE, "digest").alias("twin"))
+        .filter(pl.col("twin") < level)
     )
-    seen: list[dict[int, float]] = [{} for _ in range(num_tables)]
-    twins: list[dict[float, float]] = [{} for _ in range(num_tables)]
-    for file, level, values in digests.iter_rows():
-        if len(values) == 1:
-            if values[0] in seen[file]:
-                twins[file][float(level)] = seen[file][values[0]]
-            seen[file].setdefault(values[0], float(level))
-    return twins
+    return {(file, noise_level): twin for file, noise_level, twin in twins.iter_rows()}
 
 
 def _question_problems(levels: Mapping[float, LevelScores]) -> list[str]:

@@ -2,14 +2,17 @@
 
 import base64
 import hashlib
+import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any
 
 import altair as alt
 import vl_convert
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template, select_autoescape
 from markupsafe import Markup, escape
 
@@ -53,9 +56,13 @@ def markdown(text: str) -> str:
 
 def inline(name: str) -> Inline:
     """Return the file `name` of the templates."""
-    text = (resources.files("aqnpipe.report") / "templates" / name).read_text(encoding="utf-8").strip()
+    text = _template_text(name).strip()
     code = Markup(text)  # noqa: S704 - a file of the package
     return Inline(code, base64.b64encode(hashlib.sha256(text.encode()).digest()).decode())
+
+
+def _template_text(name: str) -> str:
+    return (resources.files("aqnpipe.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 def _visible(value: Any) -> Any:
@@ -63,8 +70,8 @@ def _visible(value: Any) -> Any:
 
 
 NUM_SERIES = 8
-INK, MUTED, GRID = "var(--ink)", "var(--muted)", "var(--grid)"
-"""Colours of the page, which the renderer copies as they are: pictures follow light and dark by its style sheet."""
+INK, MUTED = "var(--ink)", "var(--muted)"
+"""Colours of the page, see `templates/chart.yaml`."""
 _DASHES = ([10, 0], [7, 3], [2, 2], [8, 3, 2, 3])
 
 _MANY_DIGITS = re.compile(r"-?\d+\.\d{2,}")
@@ -123,8 +130,23 @@ def light_spec(chart: alt.TopLevelMixin, *, legend: bool) -> dict[str, Any]:
     axis = _config()["axis"] | {"grid": False, "domainColor": MUTED, "tickColor": MUTED}
     spec = _spec(chart, _config() | {"background": "white", "axis": axis, "padding": 9})
     drawn = {pair for rows in spec["datasets"].values() for row in rows for pair in row.items()} if legend else set()
-    found: dict[str, Any] = _coloured(spec, _light_colours(), drawn)
+    # The light page has the first values of the colours in the style sheet.
+    css = _template_text("report.css").partition("@media")[0]
+    colours = {f"var({name})": colour for name, colour in re.findall(r"(--[\w-]+):(#[0-9a-f]{3,6})\b", css)}
+    text = re.sub(r'"(var\([\w-]+\))"', lambda found: f'"{colours.get(found[1], found[1])}"', json.dumps(spec))
+    found: dict[str, Any] = json.loads(text, object_hook=lambda part: _with_legend(part, drawn))
     return found
+
+
+def _with_legend(part: dict[str, Any], drawn: Set[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a part of a specification without descriptions, and with the names of colours if some are `drawn`."""
+    part.pop("description", None)
+    colour = part.get("color")
+    if drawn and isinstance(colour, dict) and colour.get("legend", "") is None:
+        names = [name for name in colour["scale"]["domain"] if (colour["field"], name) in drawn]
+        symbol = {"symbolType": "circle", "symbolStrokeWidth": 0, "symbolOpacity": 1, "orient": "bottom", "columns": 3}
+        part["color"] = colour | {"legend": {"title": None, "values": names} | symbol, "title": None}
+    return part
 
 
 def _spec(chart: alt.TopLevelMixin, config: dict[str, Any]) -> dict[str, Any]:
@@ -134,29 +156,6 @@ def _spec(chart: alt.TopLevelMixin, config: dict[str, Any]) -> dict[str, Any]:
     with alt.data_transformers.disable_max_rows():
         spec: dict[str, Any] = _visible_texts(chart.to_dict(validate=False))
     return spec | {"config": config}
-
-
-def _light_colours() -> dict[str, str]:
-    """Return the page's colours by their first values in the style sheet, which are those of the light page."""
-    css = (resources.files("aqnpipe.report") / "templates" / "report.css").read_text(encoding="utf-8")
-    named = re.findall(r"(--[\w-]+):(#[0-9a-f]{3,6})\b", css.partition("@media")[0])
-    return {f"var({name})": colour for name, colour in named}
-
-
-def _coloured(part: Any, colours: Mapping[str, str], drawn: Set[tuple[str, Any]]) -> Any:
-    if isinstance(part, str):
-        return colours.get(part, part)
-    if isinstance(part, list):
-        return [_coloured(item, colours, drawn) for item in part]
-    if not isinstance(part, dict):
-        return part
-    shown = {key: _coloured(value, colours, drawn) for key, value in part.items() if key != "description"}
-    colour = shown.get("color")
-    if drawn and isinstance(colour, dict) and colour.get("legend", "") is None:
-        names = [name for name in colour["scale"]["domain"] if (colour["field"], name) in drawn]
-        symbol = {"symbolType": "circle", "symbolStrokeWidth": 0, "symbolOpacity": 1, "orient": "bottom", "columns": 3}
-        shown["color"] = colour | {"legend": {"title": None, "values": names} | symbol, "title": None}
-    return shown
 
 
 def _visible_texts(part: Any) -> Any:
@@ -211,23 +210,7 @@ def _slim_attributes(tag: str) -> str:
     return _MANY_DIGITS.sub(lambda number: f"{float(number.group()):.1f}".removesuffix(".0"), tag)
 
 
+@cache
 def _config() -> dict[str, Any]:
-    return {
-        "background": None,
-        "view": {"stroke": None},
-        "font": "sans-serif",
-        "axis": {
-            "aria": False,
-            "labelColor": MUTED,
-            "titleColor": MUTED,
-            "labelFontSize": 11,
-            "titleFontSize": 11,
-            "titleFontWeight": "normal",
-            "gridColor": GRID,
-            "domainColor": GRID,
-            "tickColor": GRID,
-            "tickCount": 5,
-            "labelOverlap": True,
-            "titlePadding": 9,
-        },
-    }
+    content: dict[str, Any] = yaml.safe_load(_template_text("chart.yaml"))
+    return content

@@ -1,3 +1,5 @@
+"""Diagnoses on the page: what they changed in the sigmas of arms, their devices, and sigmas by several strategies."""
+
 from types import SimpleNamespace
 
 import polars as pl
@@ -6,7 +8,7 @@ import pytest
 from aqnpipe.artifacts.diagnoses import DiagnosisOrigin, SigmaFile, Verdict
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import LayerSigmas
-from aqnpipe.report.diagnosis import device_sentences, guidance_sentences
+from aqnpipe.report.diagnosis import device_sentences, guidance_sentences, strategies
 from aqnpipe.report.inputs import Diagnosis
 from aqnpipe.report.words import load_words
 
@@ -17,7 +19,7 @@ ARMS = {
 }
 
 
-def diagnosis(machine, *sigmas, faults=(), model="base", device=None):
+def sigma_file(*sigmas):
     aqn = LayerSigmas(
         enabled=True,
         layer_specific=True,
@@ -26,6 +28,11 @@ def diagnosis(machine, *sigmas, faults=(), model="base", device=None):
         schedule="epoch_aware",
         high_priority_layers=[],
     )
+    return SigmaFile(aqn=aqn, reasons={1: "<b>faulty</b>"}, srdd_metadata={})
+
+
+def diagnosis(machine, *sigmas, faults=(), model="base", device=None, others=None):
+    """A diagnosis with the sigmas of the published rule; `others`: those of further strategies, by name."""
     verdict = Verdict(
         verdict="fault" if faults else "healthy",
         reason="",
@@ -37,8 +44,9 @@ def diagnosis(machine, *sigmas, faults=(), model="base", device=None):
         simulated_faults=faults,
         origin=DiagnosisOrigin(model=model, machine=machine, weights_sha256="", layers_sha256="", device=device),
     )
-    strategies = {"published": SigmaFile(aqn=aqn, reasons={}, srdd_metadata={})}
-    return Diagnosis(model, machine, pl.DataFrame(), verdict, strategies)
+    by_strategy = {"published": sigmas} | (others or {})
+    files = {name: sigma_file(*found) for name, found in by_strategy.items()}
+    return Diagnosis(model, machine, pl.DataFrame(), verdict, files)
 
 
 FAULTS = ({"type": "dead_zone", "layer": 1},)
@@ -92,3 +100,21 @@ def test_devices_are_named_where_a_machine_has_its_own():
         "The arms were trained on cuda: 8 x A100.",
     ]
     assert len(device_sentences([there], [], load_words("zh"))) == 1
+
+
+def test_one_strategy_needs_no_picture():
+    alone = diagnosis("device", 0.05, 0.05)
+    assert strategies([alone], load_words("en")) == ([], [])
+
+
+def test_every_strategy_layer_multiplier_and_reason_is_shown():
+    target = diagnosis("target", 0.05, 0.075, others={"shuffled_layers": (0.1125, 0.0)})
+    alone = diagnosis("device", 0.05, 0.05)
+    (group,), (table,) = strategies([alone, target], load_words("en"))
+    assert [key.name for key in group.legend] == ["published", "shuffled_layers"]
+    (panel,) = group.panels
+    assert panel.title == "Strategies on machine target"
+    assert "<svg" in panel.svg
+    rows = [row.cells for row in table.rows]
+    assert rows[1] == ("target", "published", "1", "0.075", "1.5", "<b>faulty</b>")
+    assert rows[2][:5] == ("target", "shuffled layers", "0", "0.1125", "2.25")
