@@ -449,6 +449,6 @@ def _sensitivities(rows: pl.DataFrame, title: str, scale: alt.Scale) -> alt.Laye
         xOffset=offset,
         color=colour_scale("kind", _SENSITIVITIES),
     )
-    points = base.mark_point(filled=True, size=45, opacity=1).encode(y, shape=alt.Shape("kind:N").legend(None))
+    points = base.mark_point(filled=True, size=45, opacity=1).encode(y)
     bars = base.mark_rule(strokeWidth=1.4).encode(y=alt.Y("low:Q").scale(scale), y2="high:Q")
     return alt.layer(points, bars, dashed_rules(pl.DataFrame({"zero": [0.0]})).encode(y="zero:Q"))
