@@ -35,36 +35,23 @@ class TestedClaim(FrozenModel):
     - equivalence: the difference is between -margin and margin (two one-sided tests).
     """
 
-    claim: str = Field(description="the claim as a sentence")
-    claim_zh: str | None = Field(default=None, description="the claim in Chinese; null: reports use `claim`")
+    claim: str
+    """the claim as a sentence"""
+    claim_zh: str | None = None
+    """the claim in Chinese; null: reports use `claim`"""
     test: TestKind = "superiority"
-    margin: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="for non_inferiority and equivalence; a fraction: 0.02 is 2 percentage points",
-    )
-    expected: Direction | None = Field(
-        default=None, description="for superiority: the sign of the difference that is claimed"
-    )
-    family: str = Field(
-        default=DEFAULT_FAMILY,
-        min_length=1,
-        description="group of secondary claims that are tested together, by Holm's adjustment",
-    )
-    role: ClaimRole = Field(
-        default="secondary",
-        description="primary: the claim that answers the study's question, at most one, tested by itself; control: "
-        "expected to hold in any working study, a check that is tested by itself; secondary: shares the error rate of "
-        "its `family`",
-    )
-    equivalent_within: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="for superiority in a study with adaptive seeds: differences smaller than this do not matter, and "
-        "the claim may end as equivalent; a fraction",
-    )
+    margin: float | None = Field(default=None, gt=0, lt=1)
+    """for non_inferiority and equivalence; a fraction: 0.02 is 2 percentage points"""
+    expected: Direction | None = None
+    """for superiority: the sign of the difference that is claimed"""
+    family: str = Field(default=DEFAULT_FAMILY, min_length=1)
+    """group of secondary claims that are tested together, by Holm's adjustment"""
+    role: ClaimRole = "secondary"
+    """primary: the claim that answers the study's question, at most one, tested by itself; control: expected to hold in
+    any working study, a check that is tested by itself; secondary: shares the error rate of its `family`"""
+    equivalent_within: float | None = Field(default=None, gt=0, lt=1)
+    """for superiority in a study with adaptive seeds: differences smaller than this do not matter, and the claim may
+    end as equivalent; a fraction"""
 
     def _problems(self) -> Iterator[str]:
         if self.role != "secondary" and self.family != DEFAULT_FAMILY:
@@ -136,28 +123,18 @@ Comparison = Annotated[ArmComparison | LevelComparison | DegradationComparison, 
 class StatisticsConfig(FrozenModel):
     """Error rate and power of the analysis, and the published figures to check."""
 
-    alpha: float = Field(
-        default=0.05,
-        gt=0,
-        lt=0.5,
-        description="error rate of the primary claim, of each control, and of each `family` of secondary claims",
-    )
-    power: float = Field(
-        default=0.8, gt=0.5, lt=1, description="power for which the minimum detectable difference is computed"
-    )
-    compared_levels: Literal["highest", "all"] = Field(
-        default="highest",
-        description="noise levels of the usual comparisons besides 0: the highest, or all; Holm's correction then "
-        "covers more of them",
-    )
-    unit: TestedUnit = Field(
-        default="question",
-        description="unit of tests and intervals: the question, or its cluster if the data set names clusters; batch: "
-        "the questions that were decoded in one batch, where their noise has a part in common",
-    )
-    published: str | None = Field(
-        default=None, description="file of published figures to check along with the study; null: none"
-    )
+    alpha: float = Field(default=0.05, gt=0, lt=0.5)
+    """error rate of the primary claim, of each control, and of each `family` of secondary claims"""
+    power: float = Field(default=0.8, gt=0.5, lt=1)
+    """power for which the minimum detectable difference is computed"""
+    compared_levels: Literal["highest", "all"] = "highest"
+    """noise levels of the usual comparisons besides 0: the highest, or all; Holm's correction then covers more of
+    them"""
+    unit: TestedUnit = "question"
+    """unit of tests and intervals: the question, or its cluster if the data set names clusters; batch: the questions
+    that were decoded in one batch, where their noise has a part in common"""
+    published: str | None = None
+    """file of published figures to check along with the study; null: none"""
 
 
 class ArmPair(FrozenModel):
@@ -172,17 +149,16 @@ class ReportConfig(FrozenModel):
     """Title, language and content of the report."""
 
     title: str
-    title_zh: str | None = Field(
-        default=None, description="the title in a Chinese report; null: the English one, marked"
-    )
-    question: str = Field(description="the question of the study, shown at the top")
-    question_zh: str | None = Field(
-        default=None, description="the question in a Chinese report; null: the English one, marked"
-    )
-    language: Literal["en", "zh"] = Field(default="en", description="language of the report and the summary")
-    explore: ArmPair | None = Field(
-        default=None, description="arms whose flipped questions are shown; null: of the primary claim, else the first"
-    )
+    title_zh: str | None = None
+    """the title in a Chinese report; null: the English one, marked"""
+    question: str
+    """the question of the study, shown at the top"""
+    question_zh: str | None = None
+    """the question in a Chinese report; null: the English one, marked"""
+    language: Literal["en", "zh"] = "en"
+    """language of the report and the summary"""
+    explore: ArmPair | None = None
+    """arms whose flipped questions are shown; null: of the primary claim, else the first"""
 
 
 MAX_LOOKS = 50
@@ -198,23 +174,16 @@ class AdaptiveSeeds(FrozenModel):
     Arms of open claims get more seeds, other arms keep theirs. Raising `max` continues a finished study.
     """
 
-    start: int = Field(default=2, ge=2, description="seeds of every arm before the first look at the claims")
-    step: int = Field(default=2, ge=1, description="seeds added after an interim analysis to arms with open claims")
-    max: int = Field(
-        le=MOST_SEEDS, description="most seeds of an arm: `start` plus a multiple of `step`; may be raised later"
-    )
-    futility: float = Field(
-        default=0.05,
-        ge=0,
-        lt=0.5,
-        description="a claim stays open without more seeds where its probability of being decided by `max` is lower",
-    )
-    reserve: float = Field(
-        default=0.1,
-        ge=0,
-        lt=0.5,
-        description="share of the error rate kept for analyses after `max` is raised; 0: `max` cannot be raised",
-    )
+    start: int = Field(default=2, ge=2)
+    """seeds of every arm before the first look at the claims"""
+    step: int = Field(default=2, ge=1)
+    """seeds added after an interim analysis to arms with open claims"""
+    max: int = Field(le=MOST_SEEDS)
+    """most seeds of an arm: `start` plus a multiple of `step`; may be raised later"""
+    futility: float = Field(default=0.05, ge=0, lt=0.5)
+    """a claim stays open without more seeds where its probability of being decided by `max` is lower"""
+    reserve: float = Field(default=0.1, ge=0, lt=0.5)
+    """share of the error rate kept for analyses after `max` is raised; 0: `max` cannot be raised"""
 
     def _problems(self) -> Iterator[str]:
         if self.max < self.start or (self.max - self.start) % self.step:

@@ -29,13 +29,12 @@ class ImportanceSampling(FrozenModel):
     This is TRL's `vllm_importance_sampling_correction`, for rollouts of either backend.
     """
 
-    mode: Correction = Field(
-        default="sequence_mask",
-        description="ratio per token or per response; outside the limits the ratio is truncated, or its token or "
-        "response is masked",
-    )
-    clip_max: float | None = Field(default=3.0, gt=0, description="upper limit of the ratio; null: none")
-    clip_min: float | None = Field(default=None, gt=0, description="lower limit of the ratio; null: none")
+    mode: Correction = "sequence_mask"
+    """ratio per token or per response; outside the limits the ratio is truncated, or its token or response is masked"""
+    clip_max: float | None = Field(default=3.0, gt=0)
+    """upper limit of the ratio; null: none"""
+    clip_min: float | None = Field(default=None, gt=0)
+    """lower limit of the ratio; null: none"""
 
     def _problems(self) -> Iterator[str]:
         if self.clip_max is None and self.clip_min is None:
@@ -48,43 +47,28 @@ class Arm(FrozenModel):
     """An experimental condition: the noise during training. All other settings are shared by the study."""
 
     description: str
-    description_zh: str | None = Field(
-        default=None, description="the description in a Chinese report; null: the English one, marked"
-    )
+    description_zh: str | None = None
+    """the description in a Chinese report; null: the English one, marked"""
     model: ModelRole = "base"
     operator_noise: OperatorNoise | None = None
     module_noise: ModuleNoise | None = None
-    kv_cache: CacheNoise | None = Field(
-        default=None,
-        exclude_if=lambda noise: noise is None,
-        description="format in which the cache stores keys and values; null: exactly",
-    )
+    kv_cache: CacheNoise | None = Field(default=None, exclude_if=lambda noise: noise is None)
+    """format in which the cache stores keys and values; null: exactly"""
     aqn: AdaptiveNoise | None = None
-    importance_sampling: ImportanceSampling | None = Field(
-        default=None, description="correction for the distance between the sampling and the trained policy; null: none"
-    )
-    routing_replay: bool = Field(
-        default=False,
-        exclude_if=lambda replays: not replays,
-        description="of a mixture of experts: the policy is trained with the experts that the routers of its rollouts "
-        "chose, and with its scores of them",
-    )
-    machine: str | None = Field(
-        default=None,
-        description="machine of the study whose simulated faults the policy has throughout training and in its "
-        "evaluation; null: the real device without simulated faults",
-    )
-    task: str | None = Field(
-        default=None, description="the only task of a data set on which this arm may run; null: any task"
-    )
-    aa_control_of: str | None = Field(
-        default=None,
-        description="id of the arm that this A/A control imitates without its active part; they should not differ",
-    )
-    seed_offset: TrainingSeed = Field(
-        default=0,
-        description="added to the study's seeds in training: gives an independent repetition of an arm",
-    )
+    importance_sampling: ImportanceSampling | None = None
+    """correction for the distance between the sampling and the trained policy; null: none"""
+    routing_replay: bool = Field(default=False, exclude_if=lambda replays: not replays)
+    """of a mixture of experts: the policy is trained with the experts that the routers of its rollouts chose, and with
+    its scores of them"""
+    machine: str | None = None
+    """machine of the study whose simulated faults the policy has throughout training and in its evaluation; null: the
+    real device without simulated faults"""
+    task: str | None = None
+    """the only task of a data set on which this arm may run; null: any task"""
+    aa_control_of: str | None = None
+    """id of the arm that this A/A control imitates without its active part; they should not differ"""
+    seed_offset: TrainingSeed = 0
+    """added to the study's seeds in training: gives an independent repetition of an arm"""
 
     @property
     def has_noised_rollouts(self) -> bool:

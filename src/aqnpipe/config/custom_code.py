@@ -338,21 +338,19 @@ class CustomError(FrozenModel):
     """A custom error model: a function with the signature `ErrorFunction`."""
 
     kind: Literal["own"] = "own"
-    function: CustomFunction = Field(
-        description="package.module:function of (values, normals, **settings), run with your rights"
-    )
-    settings: dict[str, CustomValue] = Field(default={}, description="passed to the function by name")
-    draws: int = Field(
-        default=1, ge=0, le=MOST_DRAWS, description="independent normal numbers per element; 0: it is not random"
-    )
-    quantity: Literal["relative", "absolute"] = Field(
-        default="relative", description="what size is of: (y' - y)/y over values other than 0, or y' - y"
-    )
-    size: _Size | tuple[_Size, _Size] = Field(
-        description="announced root mean square of the error, or its limits [low, high]; what is measured must agree "
-        "within 10 % and the error of the measurement"
-    )
-    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
+    function: CustomFunction
+    """package.module:function of (values, normals, **settings), run with your rights"""
+    settings: dict[str, CustomValue] = Field(default={})
+    """passed to the function by name"""
+    draws: int = Field(default=1, ge=0, le=MOST_DRAWS)
+    """independent normal numbers per element; 0: it is not random"""
+    quantity: Literal["relative", "absolute"] = "relative"
+    """what size is of: (y' - y)/y over values other than 0, or y' - y"""
+    size: _Size | tuple[_Size, _Size]
+    """announced root mean square of the error, or its limits [low, high]; what is measured must agree within 10 % and
+    the error of the measurement"""
+    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """set by the workflow"""
 
     def _problems(self) -> Iterator[str]:
         low, high = self.sizes
@@ -389,15 +387,16 @@ class CustomSchedule(FrozenModel):
     """A schedule of a user's own, which is a function of the contract `ScheduleFunction`."""
 
     kind: Literal["own"] = "own"
-    function: CustomFunction = Field(
-        description="package.module:function of (step, num_steps, num_epochs, **settings), run with your rights"
-    )
-    settings: dict[str, CustomValue] = Field(default={}, description="passed to the function by name")
-    sigma_max: float = Field(gt=0, description="announced upper limit of sigma")
-    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
-    sigmas: tuple[float, ...] | None = Field(
-        default=None, description="after each number of steps; a job computes them with the function, not to be given"
-    )
+    function: CustomFunction
+    """package.module:function of (step, num_steps, num_epochs, **settings), run with your rights"""
+    settings: dict[str, CustomValue] = Field(default={})
+    """passed to the function by name"""
+    sigma_max: float = Field(gt=0)
+    """announced upper limit of sigma"""
+    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """set by the workflow"""
+    sigmas: tuple[float, ...] | None = None
+    """after each number of steps; a job computes them with the function, not to be given"""
 
     def _problems(self) -> Iterator[str]:
         if self.sigmas is not None and not all(0 <= sigma <= self.sigma_max for sigma in self.sigmas):

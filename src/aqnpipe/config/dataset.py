@@ -17,10 +17,8 @@ class GeneratedDataset(FrozenModel):
     """Generated questions. The defaults are the task and difficulty for which the tiny models were trained."""
 
     source: Literal["generated"] = "generated"
-    task: GeneratedTask = Field(
-        default="word_problems",
-        description="word_problems: grade-school arithmetic; comparison: count how many have more than a number",
-    )
+    task: GeneratedTask = "word_problems"
+    """word_problems: grade-school arithmetic; comparison: count how many have more than a number"""
     seed: Seed = 0
     num_train: SplitSize = 2000
     num_test: SplitSize = 1000
@@ -42,36 +40,22 @@ class GeneratedDataset(FrozenModel):
 class StoredDataset(FrozenModel):
     """Settings shared by data sets that are read, not generated. A limit of None takes every row."""
 
-    task: str = Field(
-        default="word_problems",
-        min_length=1,
-        description="name of the kind of question; an arm may be restricted to a task",
-    )
-    question_column: str = Field(
-        default="question",
-        min_length=1,
-        description="text, or a list of messages with one of the user; a dot leads into a nested column",
-    )
-    answer_column: str = Field(
-        default="answer", min_length=1, description="text, number, or messages that end in the assistant's answer"
-    )
-    answer_format: AnswerFormat = Field(
-        default="gsm8k",
-        description="gsm8k: worked text that ends in `#### number`; number: the number alone; boxed: worked text with "
-        "\\boxed{answer}; text: the text itself; choice: letter, index or text of one of choices_column",
-    )
-    choices_column: str | None = Field(
-        default=None, min_length=1, description="for answer_format choice: a list of choices, put below the question"
-    )
-    cluster_column: str | None = Field(
-        default=None,
-        min_length=1,
-        description="what the answers to some questions depend on together (kind of problem, document, template): the "
-        "unit of every test and interval; a dot leads into a nested column",
-    )
-    system_messages: Literal["refuse", "drop"] = Field(
-        default="refuse", description="what happens with system messages in question_column"
-    )
+    task: str = Field(default="word_problems", min_length=1)
+    """name of the kind of question; an arm may be restricted to a task"""
+    question_column: str = Field(default="question", min_length=1)
+    """text, or a list of messages with one of the user; a dot leads into a nested column"""
+    answer_column: str = Field(default="answer", min_length=1)
+    """text, number, or messages that end in the assistant's answer"""
+    answer_format: AnswerFormat = "gsm8k"
+    """gsm8k: worked text that ends in `#### number`; number: the number alone; boxed: worked text with \\boxed{answer};
+    text: the text itself; choice: letter, index or text of one of choices_column"""
+    choices_column: str | None = Field(default=None, min_length=1)
+    """for answer_format choice: a list of choices, put below the question"""
+    cluster_column: str | None = Field(default=None, min_length=1)
+    """what the answers to some questions depend on together (kind of problem, document, template): the unit of every
+    test and interval; a dot leads into a nested column"""
+    system_messages: Literal["refuse", "drop"] = "refuse"
+    """what happens with system messages in question_column"""
     num_train: SplitSize | None = None
     num_test: SplitSize | None = None
 
@@ -100,15 +84,16 @@ class LmEvalDataset(FrozenModel):
     """A task of lm-evaluation-harness, which makes its prompts and grades its answers. For given checkpoints only."""
 
     source: Literal["lm_eval"]
-    task: str = Field(min_length=1, description="name of one task, multiple-choice or generative; not of a group")
-    include_path: str | None = Field(
-        default=None, min_length=1, description="folder with custom tasks; null: the tasks of the harness"
-    )
-    num_fewshot: int | None = Field(default=None, ge=0, le=64, description="examples per prompt; null: as in the task")
-    metric: str | None = Field(
-        default=None, min_length=1, description="metric that is 0 or 1 per question; null: acc or exact_match"
-    )
-    filter: str | None = Field(default=None, min_length=1, description="name of a filter of the task; null: its first")
+    task: str = Field(min_length=1)
+    """name of one task, multiple-choice or generative; not of a group"""
+    include_path: str | None = Field(default=None, min_length=1)
+    """folder with custom tasks; null: the tasks of the harness"""
+    num_fewshot: int | None = Field(default=None, ge=0, le=64)
+    """examples per prompt; null: as in the task"""
+    metric: str | None = Field(default=None, min_length=1)
+    """metric that is 0 or 1 per question; null: acc or exact_match"""
+    filter: str | None = Field(default=None, min_length=1)
+    """name of a filter of the task; null: its first"""
     num_test: SplitSize | None = None
 
     @property
@@ -137,17 +122,11 @@ class PromptFormat(FrozenModel):
     style: Literal["plain", "chat"] = "plain"
     layout: Literal["bare", "question_answer"] = "bare"
     instruction: str = ""
-    num_examples: int = Field(
-        default=0,
-        ge=0,
-        le=64,
-        description="number of training questions with worked answers before every question (n-shot), separated by "
-        "blank lines or as turns of the chat",
-    )
-    example_seed: Seed | None = Field(
-        default=None,
-        description="seed of a random choice of the examples; null: the first rows of the training split",
-    )
+    num_examples: int = Field(default=0, ge=0, le=64)
+    """number of training questions with worked answers before every question (n-shot), separated by blank lines or as
+    turns of the chat"""
+    example_seed: Seed | None = None
+    """seed of a random choice of the examples; null: the first rows of the training split"""
 
     def _problems(self) -> Iterator[str]:
         if self.num_examples and self.style == "plain" and self.layout == "bare":

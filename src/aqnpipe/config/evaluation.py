@@ -47,11 +47,9 @@ class _OperatorNoise(OperatorNoise):
     """Operator noise as in an arm, whose phase is `evaluation`, and whose attention is that of each model."""
 
     phases: tuple[Phase, ...] = ("evaluation",)
-    attention: Literal["decomposed", "fused"] | None = Field(  # type: ignore[assignment]
-        default=None,
-        description="null: follows the model, both products with eager attention (decomposed), one operator else "
-        "(fused); another value than the model's is an error",
-    )
+    attention: Literal["decomposed", "fused"] | None = None
+    """null: follows the model, both products with eager attention (decomposed), one operator else (fused); another
+    value than the model's is an error"""
 
 
 class _ModuleNoise(ModuleNoise):
@@ -63,14 +61,12 @@ class _ModuleNoise(ModuleNoise):
 class EvaluationNoise(FrozenModel):
     """The noise of an evaluation: on operators, on modules, on the cache, or several. Its phase is `evaluation`."""
 
-    operator_noise: _OperatorNoise | None = Field(
-        default=None,
-        description="as in an arm; attention follows the model",
-    )
-    module_noise: _ModuleNoise | None = Field(default=None, description="as in an arm")
-    kv_cache: CacheFormat | None = Field(
-        default=None, exclude_if=lambda noise: noise is None, description="the format of an arm's kv_cache"
-    )
+    operator_noise: _OperatorNoise | None = None
+    """as in an arm; attention follows the model"""
+    module_noise: _ModuleNoise | None = None
+    """as in an arm"""
+    kv_cache: CacheFormat | None = Field(default=None, exclude_if=lambda noise: noise is None)
+    """the format of an arm's kv_cache"""
 
     def _problems(self) -> Iterator[str]:
         given = {"operator_noise": self.operator_noise, "module_noise": self.module_noise}
@@ -289,45 +285,42 @@ class EvaluationSampling(FrozenModel):
     """Several sampled responses per question; accuracy is then pass@1, estimated from all of them."""
 
     temperature: float = Field(gt=0, le=10)
-    num_samples: int = Field(ge=1, description="responses per question, noise level and noise seed")
-    seed: Seed = Field(default=0, description="seed of the sampling; all checkpoints share it")
+    num_samples: int = Field(ge=1)
+    """responses per question, noise level and noise seed"""
+    seed: Seed = 0
+    """seed of the sampling; all checkpoints share it"""
 
 
 class EvaluationConfig(FrozenModel):
     """Robustness evaluation: every question at every noise level and noise, random ones once per noise seed."""
 
     noise_levels: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], EACH_ONCE] = Field(
-        default=(0.0, 0.05, 0.10), min_length=1, description="relative scales s of operator noise in evaluation"
+        default=(0.0, 0.05, 0.10), min_length=1
     )
+    """relative scales s of operator noise in evaluation"""
     noise_seeds: Annotated[tuple[Seed, ...], EACH_ONCE] = Field(default=(0,), min_length=1)
-    noises: dict[Identifier, NamedNoise] = Field(
-        default={},
-        description="further noises by name, each evaluated once, or once per noise seed if it is random: settings of "
-        "operator_noise, module_noise or kv_cache as in an arm, or a preset (w4a16_mxfp4, w4a16_nvfp4, w4a4_mxfp4, "
-        "w4a4_nvfp4, fp8, fp8_block, kv8_fp8, kv8_int8)",
-    )
+    noises: dict[Identifier, NamedNoise] = Field(default={})
+    """further noises by name, each evaluated once, or once per noise seed if it is random: settings of operator_noise,
+    module_noise or kv_cache as in an arm, or a preset (w4a16_mxfp4, w4a16_nvfp4, w4a4_mxfp4, w4a4_nvfp4, fp8,
+    fp8_block, kv8_fp8, kv8_int8)"""
     operators: OperatorSet = "matmul"
     include_lm_head: bool = True
-    num_questions: int | None = Field(
-        default=None, ge=1, description="number of questions, from the start of the test split; null: all"
-    )
+    num_questions: int | None = Field(default=None, ge=1)
+    """number of questions, from the start of the test split; null: all"""
     max_response_tokens: int = Field(ge=1)
     batch_size: int = Field(ge=1)
-    pretrained_machine: str | None = Field(
-        default=None,
-        description="machine of the study on which the model before training is evaluated; null: the device without "
-        "simulated faults. Checkpoints are evaluated on the machine of their arm",
-    )
-    primary_scorer: Scorer | Literal["task"] | CustomFunction = Field(
-        default="strict",
-        description="decides which responses are right: a scorer, or package.module:function of (response, "
-        "gold_answer), run with your rights, which returns True or False, or a pair of the answer found and that",
-    )
-    scorer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
-    sampling: EvaluationSampling | None = Field(
-        default=None, description="null: greedy decoding, one response per question"
-    )
-    threads: Threads = Field(default=1, description="torch threads per worker; results on a CPU depend on it")
+    pretrained_machine: str | None = None
+    """machine of the study on which the model before training is evaluated; null: the device without simulated faults.
+    Checkpoints are evaluated on the machine of their arm"""
+    primary_scorer: Scorer | Literal["task"] | CustomFunction = "strict"
+    """decides which responses are right: a scorer, or package.module:function of (response, gold_answer), run with your
+    rights, which returns True or False, or a pair of the answer found and that"""
+    scorer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """set by the workflow"""
+    sampling: EvaluationSampling | None = None
+    """null: greedy decoding, one response per question"""
+    threads: Threads = 1
+    """torch threads per worker; results on a CPU depend on it"""
 
     def _problems(self) -> Iterator[str]:
         for name in self.noises:
@@ -389,11 +382,9 @@ class StudyEvaluationConfig(EvaluationConfig):
     A separate class, because the settings of a job do not depend on the other machines.
     """
 
-    machines: Annotated[tuple[Identifier, ...], EACH_ONCE] = Field(
-        default=(),
-        description="machines on which every checkpoint is evaluated too, with their device, simulated faults, and the "
-        "dtype, threads and batch_size of their `counterpart`; the report has the differences",
-    )
+    machines: Annotated[tuple[Identifier, ...], EACH_ONCE] = ()
+    """machines on which every checkpoint is evaluated too, with their device, simulated faults, and the dtype, threads
+    and batch_size of their `counterpart`; the report has the differences"""
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()

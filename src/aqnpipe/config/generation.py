@@ -17,44 +17,26 @@ RequestedBackend = Literal["auto", "transformers", "vllm"]
 class GenerationConfig(FrozenModel):
     """The generation backend, and the device memory that vLLM may use."""
 
-    backend: RequestedBackend = Field(
-        default="auto",
-        description="auto, transformers or vllm. auto: vLLM if the device is a GPU or NPU and vLLM is installed and "
-        "supports the requested noise, else transformers",
-    )
-    rollout_backend: RequestedBackend | None = Field(
-        default=None,
-        description="backend of training rollouts; null: same as `backend`. auto: one for all arms of the study",
-    )
-    tensor_parallel: int = Field(
-        default=1,
-        ge=1,
-        description="devices that share every layer in evaluations by vLLM; the engine of a training worker has one",
-    )
-    gpu_memory_utilization: float = Field(
-        default=0.8, gt=0, le=1, description="fraction of a device's memory that vLLM may use; ignored on a CPU"
-    )
-    rollout_gpu_memory_utilization: float = Field(
-        default=0.3,
-        gt=0,
-        le=1,
-        description="the same in training, where policy, gradients and optimiser state are on the device too",
-    )
-    rollout_sleep: bool = Field(
-        default=False,
-        description="vLLM frees the memory of its weights and cache between rollouts; GPUs and NPUs only",
-    )
+    backend: RequestedBackend = "auto"
+    """auto, transformers or vllm. auto: vLLM if the device is a GPU or NPU and vLLM is installed and supports the
+    requested noise, else transformers"""
+    rollout_backend: RequestedBackend | None = None
+    """backend of training rollouts; null: same as `backend`. auto: one for all arms of the study"""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """devices that share every layer in evaluations by vLLM; the engine of a training worker has one"""
+    gpu_memory_utilization: float = Field(default=0.8, gt=0, le=1)
+    """fraction of a device's memory that vLLM may use; ignored on a CPU"""
+    rollout_gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1)
+    """the same in training, where policy, gradients and optimiser state are on the device too"""
+    rollout_sleep: bool = False
+    """vLLM frees the memory of its weights and cache between rollouts; GPUs and NPUs only"""
 
-    cuda_graphs: bool = Field(
-        default=False,
-        description="vLLM replays CUDA graphs in evaluations without noise and in training rollouts of arms without "
-        "noise in them (NVIDIA and AMD GPUs); arms with noise in rollouts then differ in it too",
-    )
-    rollout_batch_invariance: bool = Field(
-        default=False,
-        description="training rollouts use vLLM's batch-invariant mode where the device has it (NVIDIA GPUs of compute "
-        "capability 8.0 and above) and the arm has no operator noise in rollouts; other arms then differ in it too",
-    )
+    cuda_graphs: bool = False
+    """vLLM replays CUDA graphs in evaluations without noise and in training rollouts of arms without noise in them
+    (NVIDIA and AMD GPUs); arms with noise in rollouts then differ in it too"""
+    rollout_batch_invariance: bool = False
+    """training rollouts use vLLM's batch-invariant mode where the device has it (NVIDIA GPUs of compute capability 8.0
+    and above) and the arm has no operator noise in rollouts; other arms then differ in it too"""
 
     @field_validator("tensor_parallel")
     @classmethod

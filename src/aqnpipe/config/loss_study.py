@@ -27,18 +27,20 @@ class LossStudyConfig(FrozenModel):
     with more noisy layers therefore have more noise in total.
     """
 
-    name: Identifier = Field(description="name of the study's files")
+    name: Identifier
+    """name of the study's files"""
     model: ModelRole = "base"
-    machine: str = Field(description="machine of the study whose faults are simulated at each of the magnitudes")
+    machine: str
+    """machine of the study whose faults are simulated at each of the magnitudes"""
     magnitudes: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], EACH_ONCE] = Field(min_length=1)
-    orders: Annotated[tuple[FaultOrder, ...], EACH_ONCE] = Field(
-        default=("after_noise", "around_noise"), min_length=1, description="order of fault and noise where both apply"
-    )
+    orders: Annotated[tuple[FaultOrder, ...], EACH_ONCE] = Field(default=("after_noise", "around_noise"), min_length=1)
+    """order of fault and noise where both apply"""
     conditions: Annotated[tuple[LossCondition, ...], EACH_ONCE] = Field(default=get_args(LossCondition), min_length=1)
-    gamma: float = Field(
-        default=0.01, gt=0, lt=1, description="standard deviation of the noise relative to the hidden states"
-    )
+    gamma: float = Field(default=0.01, gt=0, lt=1)
+    """standard deviation of the noise relative to the hidden states"""
     noise_seeds: Annotated[tuple[Seed, ...], EACH_ONCE] = Field(default=(0, 1, 2, 3, 4), min_length=1)
-    num_texts: int = Field(default=50, ge=1, description="number of texts, the first of the test split")
-    layer_seed: Seed = Field(default=0, description="seed of the random choice of layers for random_layers")
+    num_texts: int = Field(default=50, ge=1)
+    """number of texts, the first of the test split"""
+    layer_seed: Seed = 0
+    """seed of the random choice of layers for random_layers"""
     threads: Threads = 1

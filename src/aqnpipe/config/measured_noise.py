@@ -32,11 +32,16 @@ class ErrorFigures(FrozenModel):
     rounding of the result, and `per_input` what grows with the input: roundings of operands and of partial sums.
     """
 
-    bias: float = Field(default=0.0, description="in the units of the result")
-    gain: float = Field(default=0.0, description="slope of the error over the result")
-    absolute: float = Field(default=0.0, ge=0, description="in the units of the result")
-    per_input: float = Field(default=0.0, ge=0, description="per unit of the root mean square of the operator's input")
-    per_result: float = Field(default=0.0, ge=0, description="relative to the result")
+    bias: float = 0.0
+    """in the units of the result"""
+    gain: float = 0.0
+    """slope of the error over the result"""
+    absolute: float = Field(default=0.0, ge=0)
+    """in the units of the result"""
+    per_input: float = Field(default=0.0, ge=0)
+    """per unit of the root mean square of the operator's input"""
+    per_result: float = Field(default=0.0, ge=0)
+    """relative to the result"""
 
     @property
     def is_zero(self) -> bool:
@@ -70,18 +75,13 @@ class MeasuredError(FrozenModel):
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
     kind: Literal["measured"] = "measured"
-    source: str = Field(
-        alias="from",
-        min_length=1,
-        description="file that `aqnpipe parity --json` wrote, with the ending .json, relative to the working "
-        "directory; or a machine of the study with a `counterpart`, from which the workflow measures the error",
-    )
-    multiple: float = Field(
-        default=1.0, gt=0, le=10_000, description="1 is the measured machine, 4 four times its error"
-    )
-    figures: dict[str, ErrorFigures] | None = Field(
-        default=None, description="by operator, as layers.3.q_proj; a job reads them from the file, not to be given"
-    )
+    source: str = Field(alias="from", min_length=1)
+    """file that `aqnpipe parity --json` wrote, with the ending .json, relative to the working directory; or a machine
+    of the study with a `counterpart`, from which the workflow measures the error"""
+    multiple: float = Field(default=1.0, gt=0, le=10_000)
+    """1 is the measured machine, 4 four times its error"""
+    figures: dict[str, ErrorFigures] | None = None
+    """by operator, as layers.3.q_proj; a job reads them from the file, not to be given"""
 
     @property
     def machine(self) -> str | None:

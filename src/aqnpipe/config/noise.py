@@ -33,19 +33,14 @@ class RelativeGaussian(FrozenModel):
     """`y' = y + s*|y|*z`, with a new z ~ N(0, 1) for every element of every call, or of every product of operands."""
 
     kind: Literal["relative_gaussian"] = "relative_gaussian"
-    scale: float = Field(ge=0, lt=1, description="s, the relative standard deviation; 0.05 is 5 %")
-    redraw: Literal["always", "never"] = Field(
-        default="always",
-        exclude_if=lambda redraw: redraw == "always",
-        description="always: new noise in every call. never: a fixed machine, which makes the same error whenever it "
-        "multiplies the same row with the same column",
-    )
-    machine: Seed | None = Field(
-        default=None,
-        exclude_if=lambda machine: machine is None,
-        description="number of the fixed machine, which is the same in all runs and evaluations; null: another one for "
-        "each seed of a training and each noise seed of an evaluation",
-    )
+    scale: float = Field(ge=0, lt=1)
+    """s, the relative standard deviation; 0.05 is 5 %"""
+    redraw: Literal["always", "never"] = Field(default="always", exclude_if=lambda redraw: redraw == "always")
+    """always: new noise in every call. never: a fixed machine, which makes the same error whenever it multiplies the
+    same row with the same column"""
+    machine: Seed | None = Field(default=None, exclude_if=lambda machine: machine is None)
+    """number of the fixed machine, which is the same in all runs and evaluations; null: another one for each seed of a
+    training and each noise seed of an evaluation"""
 
     def _problems(self) -> Iterator[str]:
         if self.machine is not None and not self.is_fixed:
@@ -65,21 +60,24 @@ class AbsoluteGaussian(FrozenModel):
     """`y' = y + s*z`, z ~ N(0, 1): the error of a fixed-point format."""
 
     kind: Literal["absolute_gaussian"] = "absolute_gaussian"
-    scale: float = Field(ge=0, description="s, the standard deviation, in the units of the tensor")
+    scale: float = Field(ge=0)
+    """s, the standard deviation, in the units of the tensor"""
 
 
 class SystematicBias(FrozenModel):
     """`y' = y + s*sign(y)`: a rounding bias away from zero."""
 
     kind: Literal["systematic_bias"] = "systematic_bias"
-    scale: float = Field(ge=0, description="s, in the units of the tensor")
+    scale: float = Field(ge=0)
+    """s, in the units of the tensor"""
 
 
 class MantissaTruncation(FrozenModel):
     """Truncation toward zero to a few explicit mantissa bits."""
 
     kind: Literal["mantissa_truncation"] = "mantissa_truncation"
-    mantissa_bits: int = Field(ge=0, le=22, description="number of explicit mantissa bits to keep; bfloat16 has 7")
+    mantissa_bits: int = Field(ge=0, le=22)
+    """number of explicit mantissa bits to keep; bfloat16 has 7"""
 
 
 NumberFormat = Literal["mxfp4", "nvfp4", "fp8", "fp8_block"]
@@ -90,13 +88,13 @@ class FakeQuantization(FrozenModel):
     """Operands of products with a weight rounded to a 4-bit or 8-bit format; straight-through gradients."""
 
     kind: Literal["fake_quantization"] = "fake_quantization"
-    format: NumberFormat = Field(
-        description="mxfp4: blocks of 32 with a power of two as scale; nvfp4: blocks of 16 with an E4M3 scale; fp8: "
-        "E4M3 with a scale for the whole tensor; fp8_block: E4M3 with one for 128 x 128 weights and for 128 "
-        "activations of a token"
-    )
-    weights: bool = Field(default=True, description="round the weights")
-    activations: bool = Field(default=False, description="round the activations")
+    format: NumberFormat
+    """mxfp4: blocks of 32 with a power of two as scale; nvfp4: blocks of 16 with an E4M3 scale; fp8: E4M3 with a scale
+    for the whole tensor; fp8_block: E4M3 with one for 128 x 128 weights and for 128 activations of a token"""
+    weights: bool = True
+    """round the weights"""
+    activations: bool = False
+    """round the activations"""
 
     def _problems(self) -> Iterator[str]:
         if not (self.weights or self.activations):
@@ -192,25 +190,18 @@ class OperatorNoise(FrozenModel):
     operators: OperatorSet = "matmul"
     error: ErrorModel = Field(discriminator="kind")
     phases: Annotated[tuple[Phase, ...], EACH_ONCE] = Field(
-        default=("rollout", "reference", "actor_forward", "backward"),
-        min_length=1,
-        description="training phases with this error; the study sets the noise levels of evaluations",
+        default=("rollout", "reference", "actor_forward", "backward"), min_length=1
     )
-    include_lm_head: bool = Field(
-        default=True,
-        description="whether the output projection has the error too, and of measured errors norms outside the layers",
-    )
-    layers: tuple[LayerIndex, ...] | None = Field(
-        default=None, description="decoder layers with the error; null means all"
-    )
-    layer_scales: dict[LayerIndex, Annotated[float, Field(ge=0)]] = Field(
-        default_factory=dict, description="scale of individual layers, in place of error.scale"
-    )
-    attention: Literal["decomposed", "fused"] = Field(
-        default="decomposed",
-        description="decomposed: error on both products of attention (the model needs eager attention). fused: error "
-        "on the output of attention as one operator (the model needs sdpa attention)",
-    )
+    """training phases with this error; the study sets the noise levels of evaluations"""
+    include_lm_head: bool = True
+    """whether the output projection has the error too, and of measured errors norms outside the layers"""
+    layers: tuple[LayerIndex, ...] | None = None
+    """decoder layers with the error; null means all"""
+    layer_scales: dict[LayerIndex, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """scale of individual layers, in place of error.scale"""
+    attention: Literal["decomposed", "fused"] = "decomposed"
+    """decomposed: error on both products of attention (the model needs eager attention). fused: error on the output of
+    attention as one operator (the model needs sdpa attention)"""
 
     def _problems(self) -> Iterator[str]:
         if "backward" in self.phases and "actor_forward" not in self.phases:
@@ -288,19 +279,14 @@ class OperatorNoise(FrozenModel):
 class ModuleNoise(FrozenModel):
     """Error on the input or output of selected modules, by forward hooks (the series E2 to E4)."""
 
-    modules: ModuleScope | tuple[str, ...] = Field(
-        description="a scope, or patterns of module names such as `*.down_proj`; each pattern must match a module"
-    )
-    exclude: tuple[str, ...] = Field(
-        default=(),
-        exclude_if=lambda patterns: not patterns,
-        description="patterns of names of these modules that have no error; each must match one of them",
-    )
+    modules: ModuleScope | tuple[str, ...]
+    """a scope, or patterns of module names such as `*.down_proj`; each pattern must match a module"""
+    exclude: tuple[str, ...] = Field(default=(), exclude_if=lambda patterns: not patterns)
+    """patterns of names of these modules that have no error; each must match one of them"""
     point: Literal["input", "output"] = "input"
     error: OutputErrorModel = Field(discriminator="kind")
-    phases: Annotated[tuple[Phase, ...], EACH_ONCE] = Field(
-        default=("rollout",), min_length=1, description="any phases except backward"
-    )
+    phases: Annotated[tuple[Phase, ...], EACH_ONCE] = Field(default=("rollout",), min_length=1)
+    """any phases except backward"""
 
     def _problems(self) -> Iterator[str]:
         if "backward" in self.phases:
@@ -326,10 +312,9 @@ class CacheNoise(FrozenModel):
     A pass without a cache reads the same values. Gradients are straight-through.
     """
 
-    format: CacheFormat = Field(
-        description="fp8: E4M3 with scale 1, vLLM's kv_cache_dtype fp8 without calibrated scales. int8: a scale for "
-        "each token and head, max|x| / 127, vLLM's int8_per_token_head"
-    )
+    format: CacheFormat
+    """fp8: E4M3 with scale 1, vLLM's kv_cache_dtype fp8 without calibrated scales. int8: a scale for each token and
+    head, max|x| / 127, vLLM's int8_per_token_head"""
     phases: Annotated[tuple[ForwardPhase, ...], EACH_ONCE] = Field(default=("rollout",), min_length=1)
 
 
@@ -337,54 +322,67 @@ class GlobalDecay(FrozenModel):
     """QeRL's staged exponential decay: `num_stages` equal intervals, the first one without noise (warm-up)."""
 
     kind: Literal["global"] = "global"
-    sigma_start: float = Field(gt=0, description="sigma at the first step with noise")
-    sigma_end: float = Field(gt=0, description="above 0, because a geometric decay never reaches 0")
-    num_stages: int = Field(ge=3, description="at least 3: stage 0 is clean, and a decay needs two stages")
+    sigma_start: float = Field(gt=0)
+    """sigma at the first step with noise"""
+    sigma_end: float = Field(gt=0)
+    """above 0, because a geometric decay never reaches 0"""
+    num_stages: int = Field(ge=3)
+    """at least 3: stage 0 is clean, and a decay needs two stages"""
 
 
 class LinearDecay(FrozenModel):
     """`sigma_start + (sigma_end - sigma_start) * t / T`."""
 
     kind: Literal["linear"] = "linear"
-    sigma_start: float = Field(ge=0, description="sigma at step 0")
-    sigma_end: float = Field(ge=0, description="sigma after the last step")
+    sigma_start: float = Field(ge=0)
+    """sigma at step 0"""
+    sigma_end: float = Field(ge=0)
+    """sigma after the last step"""
 
 
 class EpochRange(FrozenModel):
     """Sigma at the first step of an epoch, and the sigma that it decays towards within the epoch."""
 
-    sigma_start: float = Field(gt=0, description="sigma at the first step with noise")
-    sigma_end: float = Field(gt=0, description="sigma at the end; above 0, because a geometric decay never reaches 0")
+    sigma_start: float = Field(gt=0)
+    """sigma at the first step with noise"""
+    sigma_end: float = Field(gt=0)
+    """sigma at the end; above 0, because a geometric decay never reaches 0"""
 
 
 class EpochAwareRanges(FrozenModel):
     """Geometric decay within a range per epoch; there is no clean warm-up."""
 
     kind: Literal["epoch_ranges"] = "epoch_ranges"
-    ranges: tuple[EpochRange, ...] = Field(min_length=1, description="one range per epoch of the training")
+    ranges: tuple[EpochRange, ...] = Field(min_length=1)
+    """one range per epoch of the training"""
 
 
 class EpochAwareGeometric(FrozenModel):
     """Geometric decay over all epochs: epoch e of E starts at `sigma_start*(sigma_end/sigma_start)^(e/E)`."""
 
     kind: Literal["epoch_geometric"] = "epoch_geometric"
-    sigma_start: float = Field(gt=0, description="sigma at the first step with noise")
-    sigma_end: float = Field(gt=0, description="sigma at the end; above 0, because a geometric decay never reaches 0")
+    sigma_start: float = Field(gt=0)
+    """sigma at the first step with noise"""
+    sigma_end: float = Field(gt=0)
+    """sigma at the end; above 0, because a geometric decay never reaches 0"""
 
 
 class ConstantSigma(FrozenModel):
     """The same sigma at every step."""
 
     kind: Literal["constant"] = "constant"
-    sigma: float = Field(ge=0, description="standard deviation of the noise")
+    sigma: float = Field(ge=0)
+    """standard deviation of the noise"""
 
 
 class CosineDecay(FrozenModel):
     """`sigma_end + (sigma_start - sigma_end) * (1 + cos(pi*t/T)) / 2`."""
 
     kind: Literal["cosine"] = "cosine"
-    sigma_start: float = Field(ge=0, description="sigma at step 0")
-    sigma_end: float = Field(ge=0, description="sigma after the last step")
+    sigma_start: float = Field(ge=0)
+    """sigma at step 0"""
+    sigma_end: float = Field(ge=0)
+    """sigma after the last step"""
 
 
 Schedule = Annotated[
@@ -401,7 +399,8 @@ class LayerSigmas(FrozenModel):
 
     enabled: Literal[True] = True
     layer_specific: Literal[True] = True
-    base_sigma: float = Field(gt=0, description="the sigma that a factor of 1 on the schedule's sigma stands for")
+    base_sigma: float = Field(gt=0)
+    """the sigma that a factor of 1 on the schedule's sigma stands for"""
     layer_sigmas: dict[LayerIndex, Annotated[float, Field(ge=0)]] = Field(min_length=1)
     schedule: str | None = None
     high_priority_layers: tuple[LayerIndex, ...] = ()
@@ -418,42 +417,25 @@ class AdaptiveNoise(FrozenModel):
     """
 
     schedule: Schedule
-    targets: AqnTargets = Field(
-        default="auto",
-        description="auto: all RMSNorms of a dense model, the post-attention norms of a mixture of experts. all_norms: "
-        "all RMSNorms. post_attention: the post-attention norms. hidden_states: the outputs of all decoder layers",
-    )
-    layer_sigmas_from: str | None = Field(
-        default=None,
-        description="machine whose diagnosis sets sigma per layer; null means the same sigma in all layers",
-    )
-    layer_sigmas_strategy: SigmaStrategy = Field(
-        default="published",
-        description="rule that derives sigmas from the diagnosis; published, or by what noise in a layer costs",
-    )
-    sigmas: LayerSigmas | None = Field(
-        default=None,
-        exclude_if=lambda sigmas: sigmas is None,
-        description="sigma per layer by hand: base_sigma and layer_sigmas, or a YAML file with them under the key aqn, "
-        "relative to the arms file",
-    )
+    targets: AqnTargets = "auto"
+    """auto: all RMSNorms of a dense model, the post-attention norms of a mixture of experts. all_norms: all RMSNorms.
+    post_attention: the post-attention norms. hidden_states: the outputs of all decoder layers"""
+    layer_sigmas_from: str | None = None
+    """machine whose diagnosis sets sigma per layer; null means the same sigma in all layers"""
+    layer_sigmas_strategy: SigmaStrategy = "published"
+    """rule that derives sigmas from the diagnosis; published, or by what noise in a layer costs"""
+    sigmas: LayerSigmas | None = Field(default=None, exclude_if=lambda sigmas: sigmas is None)
+    """sigma per layer by hand: base_sigma and layer_sigmas, or a YAML file with them under the key aqn, relative to the
+    arms file"""
     target_layers: tuple[LayerIndex, ...] | None = Field(
-        default=None,
-        min_length=1,
-        exclude_if=lambda layers: layers is None,
-        description="decoder layers with this noise, and no norm outside them; null means all",
+        default=None, min_length=1, exclude_if=lambda layers: layers is None
     )
-    actor_forward: bool = Field(
-        default=False,
-        exclude_if=lambda wanted: not wanted,
-        description="whether the noise is in the policy's forward passes of training too, not in rollouts alone; needs "
-        "targets: hidden_states. Gradients are straight-through",
-    )
-    exclude: tuple[str, ...] = Field(
-        default=(),
-        exclude_if=lambda patterns: not patterns,
-        description="patterns of names of norms that have no noise, such as `*.input_layernorm`; each must match one",
-    )
+    """decoder layers with this noise, and no norm outside them; null means all"""
+    actor_forward: bool = Field(default=False, exclude_if=lambda wanted: not wanted)
+    """whether the noise is in the policy's forward passes of training too, not in rollouts alone; needs targets:
+    hidden_states. Gradients are straight-through"""
+    exclude: tuple[str, ...] = Field(default=(), exclude_if=lambda patterns: not patterns)
+    """patterns of names of norms that have no noise, such as `*.input_layernorm`; each must match one"""
 
     @property
     def is_uniform(self) -> bool:
@@ -518,22 +500,19 @@ class Fault(FrozenModel):
 
     type: FaultType
     layer: int = Field(ge=0)
-    magnitude: float = Field(gt=0, le=1, description="m of the formulas in noise/injection/faults.py")
-    sparsity: float = Field(
-        default=1.0, gt=0, le=1, description="share of faulty channels; they are the same in every call"
-    )
+    magnitude: float = Field(gt=0, le=1)
+    """m of the formulas in noise/injection/faults.py"""
+    sparsity: float = Field(default=1.0, gt=0, le=1)
+    """share of faulty channels; they are the same in every call"""
     site: FaultSite = "layer_output"
-    threshold: Literal["dynamic", "cached"] = Field(
-        default="dynamic",
-        description="dynamic: the reference max|h|, mean|h| or std(h) is computed in each call. cached: it is kept "
-        "from the first call",
-    )
-    seed: Seed = Field(default=0, description="seed of the faulty channels and of the fault's random numbers")
-    order: FaultOrder = Field(
-        default="after_noise",
-        description="order of the fault and AQN's noise on hidden states of the same layer: fault after noise (noise "
-        "may lift a value over a dead zone), before noise (relative noise cannot revive an exact zero), or both",
-    )
+    threshold: Literal["dynamic", "cached"] = "dynamic"
+    """dynamic: the reference max|h|, mean|h| or std(h) is computed in each call. cached: it is kept from the first
+    call"""
+    seed: Seed = 0
+    """seed of the faulty channels and of the fault's random numbers"""
+    order: FaultOrder = "after_noise"
+    """order of the fault and AQN's noise on hidden states of the same layer: fault after noise (noise may lift a value
+    over a dead zone), before noise (relative noise cannot revive an exact zero), or both"""
 
     def _problems(self) -> Iterator[str]:
         if self.order != "after_noise" and self.site != "layer_output":
@@ -545,8 +524,10 @@ class Counterpart(FrozenModel):
 
     dtype: Dtype | None = None
     attention: Attention | None = None
-    batch_size: int | None = Field(default=None, ge=1, description="sequences per batch; null: 8")
-    threads: Threads | None = Field(default=None, description="CPU threads; null: 1")
+    batch_size: int | None = Field(default=None, ge=1)
+    """sequences per batch; null: 8"""
+    threads: Threads | None = None
+    """CPU threads; null: 1"""
 
     def _problems(self) -> Iterator[str]:
         if not any((self.dtype, self.attention, self.batch_size, self.threads)):
@@ -557,32 +538,20 @@ class Machine(FrozenModel):
     """The machine that a model runs on: the real device, with or without simulated faults."""
 
     description: str = ""
-    device: DeviceKind | None = Field(
-        default=None,
-        description="device of this machine: cpu, cuda or npu; null: that of the study. Its diagnosis, the "
-        "measurement of its `counterpart` and evaluations on it (evaluation.machines) run there; training never does",
-    )
-    counterpart: Counterpart | None = Field(
-        default=None,
-        description="the device in another configuration, such as {dtype: bfloat16}. The workflow measures how its "
-        "operators differ from those of the study, and `from` of a measured error can name this machine",
-    )
-    measured_in: str | None = Field(
-        default=None,
-        pattern=r"\.json$",
-        description="file that `aqnpipe parity --json` wrote of this machine, in place of a `counterpart` that is "
-        "measured here, relative to the working directory; {model} in it is the model's name",
-    )
-    faults: tuple[Fault, ...] = Field(
-        default=(), description="simulated faults, applied in this order on a shared site"
-    )
-    diagnosed_in: str | None = Field(
-        default=None,
-        min_length=1,
-        description="folder with layers.parquet and verdict.json of a diagnosis of the same weights on another "
-        "machine, relative to the working directory; {model} in it is the model's name. It is read, and nothing is "
-        "diagnosed here",
-    )
+    device: DeviceKind | None = None
+    """device of this machine: cpu, cuda or npu; null: that of the study. Its diagnosis, the measurement of its
+    `counterpart` and evaluations on it (evaluation.machines) run there; training never does"""
+    counterpart: Counterpart | None = None
+    """the device in another configuration, such as {dtype: bfloat16}. The workflow measures how its operators differ
+    from those of the study, and `from` of a measured error can name this machine"""
+    measured_in: str | None = Field(default=None, pattern=r"\.json$")
+    """file that `aqnpipe parity --json` wrote of this machine, in place of a `counterpart` that is measured here,
+    relative to the working directory; {model} in it is the model's name"""
+    faults: tuple[Fault, ...] = ()
+    """simulated faults, applied in this order on a shared site"""
+    diagnosed_in: str | None = Field(default=None, min_length=1)
+    """folder with layers.parquet and verdict.json of a diagnosis of the same weights on another machine, relative to
+    the working directory; {model} in it is the model's name. It is read, and nothing is diagnosed here"""
 
     @property
     def has_parity(self) -> bool:

@@ -44,17 +44,14 @@ class PublishedLoss(FrozenModel):
     label: str
     mean: float
     std: float = Field(ge=0)
-    ddof: Literal[0, 1] = Field(
-        default=1, description="1: the deviation was divided by runs - 1 (assumed if not stated)"
-    )
+    ddof: Literal[0, 1] = 1
+    """1: the deviation was divided by runs - 1 (assumed if not stated)"""
     num_runs: int = Field(ge=2)
-    vocabulary_size: int | None = Field(
-        default=None, ge=2, description="a uniform guess has the loss ln(vocabulary_size)"
-    )
+    vocabulary_size: int | None = Field(default=None, ge=2)
+    """a uniform guess has the loss ln(vocabulary_size)"""
     arm: str | None = None
-    values: tuple[float, ...] = Field(
-        default=(), description="the loss of every run, all in the same order of seeds; allows a paired test"
-    )
+    values: tuple[float, ...] = ()
+    """the loss of every run, all in the same order of seeds; allows a paired test"""
 
     def _problems(self) -> Iterator[str]:
         if self.values and len(self.values) != self.num_runs:
@@ -96,9 +93,8 @@ class AccuracyClaim(PaperClaim):
     kind: Literal["accuracies"] = "accuracies"
     treatment: str
     control: str
-    between_runs: bool = Field(
-        default=True, description="whether the sides are different training runs, not one checkpoint"
-    )
+    between_runs: bool = True
+    """whether the sides are different training runs, not one checkpoint"""
     paired: bool = True
 
 
@@ -154,16 +150,16 @@ class Detectable(FrozenModel):
 
     num_questions: int = Field(ge=2)
     discordant_fraction: float = Field(gt=0, le=1)
-    reported: Printed | None = Field(
-        default=None, description="minimum difference in points stated by an earlier analysis"
-    )
+    reported: Printed | None = None
+    """minimum difference in points stated by an earlier analysis"""
 
 
 class PublishedFile(FrozenModel):
     """Content of a file of published figures."""
 
     title: str
-    source: str = Field(description="source of the figures")
+    source: str
+    """source of the figures"""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     power: float = Field(default=0.8, gt=0.5, lt=1)
     run_scatter: RunScatter | None = None

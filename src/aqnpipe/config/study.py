@@ -60,24 +60,18 @@ class _SharedSettings(FrozenModel):
 
     study: Identifier
     description: str = ""
-    results_dir: str = Field(
-        default="results",
-        pattern=FOLDER_PATTERN,
-        description="folder of the results: below the working directory, or absolute",
-    )
+    results_dir: str = Field(default="results", pattern=FOLDER_PATTERN)
+    """folder of the results: below the working directory, or absolute"""
     dataset: DatasetConfig
     prompt: PromptFormat = PromptFormat()
-    device: RequestedDevice = Field(
-        default="auto",
-        description="device of all jobs: auto (NPUs, else GPUs, else the CPU), cpu, cuda or npu; a job that does not "
-        "find the requested device fails",
-    )
+    device: RequestedDevice = "auto"
+    """device of all jobs: auto (NPUs, else GPUs, else the CPU), cpu, cuda or npu; a job that does not find the
+    requested device fails"""
     generation: GenerationConfig = GenerationConfig()
     evaluation: StudyEvaluationConfig
     statistics: StatisticsConfig = StatisticsConfig()
-    comparisons: tuple[Comparison, ...] = Field(
-        default=(), description="comparisons to test; empty: the usual ones for the arms, or all pairs of checkpoints"
-    )
+    comparisons: tuple[Comparison, ...] = ()
+    """comparisons to test; empty: the usual ones for the arms, or all pairs of checkpoints"""
     report: ReportConfig
 
     def _problems(self) -> Iterator[str]:
@@ -117,24 +111,23 @@ class _SharedSettings(FrozenModel):
 class StudyConfig(_SharedSettings):
     """Content of a study file such as `config/config.yaml`: arms are trained, evaluated and compared."""
 
-    arms_file: str = Field(default=_ARMS_FILE, description="file of the arms, relative to the folder of the study file")
-    models: dict[Identifier, ModelConfig] = Field(min_length=1, description="the models by name (base, large)")
-    machines: dict[Identifier, Machine] = Field(description="machines to diagnose, by name")
+    arms_file: str = _ARMS_FILE
+    """file of the arms, relative to the folder of the study file"""
+    models: dict[Identifier, ModelConfig] = Field(min_length=1)
+    """the models by name (base, large)"""
+    machines: dict[Identifier, Machine]
+    """machines to diagnose, by name"""
     arms: Annotated[tuple[Identifier, ...], EACH_ONCE] = Field(min_length=1)
-    seeds: Seeds = Field(
-        description="training seeds of every arm, or a rule by which seeds are added until the claims are decided"
-    )
+    seeds: Seeds
+    """training seeds of every arm, or a rule by which seeds are added until the claims are decided"""
     training: TrainingConfig | None
-    keep: Keep = Field(
-        default="all",
-        description="weights of each run that stay once all its checkpoints are evaluated and their receipts accepted: "
-        "after the last step, after the best one (most accurate at the lowest noise level), or all",
-    )
+    keep: Keep = "all"
+    """weights of each run that stay once all its checkpoints are evaluated and their receipts accepted: after the last
+    step, after the best one (most accurate at the lowest noise level), or all"""
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     sigma_rule: SigmaRule = SigmaRule()
-    loss_studies: tuple[LossStudyConfig, ...] = Field(
-        default=(), description="loss studies of machines with simulated faults; they need no training"
-    )
+    loss_studies: tuple[LossStudyConfig, ...] = ()
+    """loss studies of machines with simulated faults; they need no training"""
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
@@ -202,13 +195,10 @@ class StudyConfig(_SharedSettings):
 class CheckpointStudyConfig(_SharedSettings):
     """Content of a study file with `checkpoints`: existing models are evaluated and compared, nothing is trained."""
 
-    checkpoints: dict[Identifier, CheckpointConfig] = Field(
-        min_length=1,
-        description="model per name: a folder, a hub id, a built-in model, or these with revision, dtype and attention",
-    )
-    machines: dict[Identifier, Machine] = Field(
-        default={}, description="machines for evaluation.pretrained_machine, by name"
-    )
+    checkpoints: dict[Identifier, CheckpointConfig] = Field(min_length=1)
+    """model per name: a folder, a hub id, a built-in model, or these with revision, dtype and attention"""
+    machines: dict[Identifier, Machine] = Field(default={})
+    """machines for evaluation.pretrained_machine, by name"""
 
     def as_study(self) -> StudyConfig:
         """Return the study of these checkpoints as its arms: each a model of its own, with one seed and no training."""
@@ -431,5 +421,9 @@ def study_schema() -> str:
     """Return the schema as indented JSON, exactly the content of config/schema.json."""
     adapter: TypeAdapter[Any] = TypeAdapter(StudyConfig | CheckpointStudyConfig)
     schema = adapter.json_schema()
+    for model in schema["$defs"].values():
+        for setting in model.get("properties", {}).values():
+            if "description" in setting:
+                setting["description"] = setting["description"].replace("\n", " ")
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     return json.dumps(schema, indent=2, sort_keys=True) + "\n"

@@ -30,13 +30,13 @@ class LoraConfig(FrozenModel):
     """
 
     rank: int = Field(ge=1)
-    alpha: float = Field(gt=0, description="the adapter's output is scaled by alpha / rank")
+    alpha: float = Field(gt=0)
+    """the adapter's output is scaled by alpha / rank"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: tuple[str, ...] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        min_length=1,
-        description="last parts of the names of the linear modules in the decoder layers that get an adapter",
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
+    """last parts of the names of the linear modules in the decoder layers that get an adapter"""
 
     def _problems(self) -> Iterator[str]:
         outside = sorted({"lm_head", "embed_tokens"} & set(self.target_modules))
@@ -50,13 +50,14 @@ class Reward(FrozenModel):
     `source_sha256`: digest of the function's source, set when a run is planned.
     """
 
-    scorer: Scorer | None = Field(default=None, description="1 if this scorer finds the response right, else 0")
-    function: CustomFunction | None = Field(
-        default=None,
-        description="package.module:function of (response, gold_answer), which returns a number; run with your rights",
-    )
-    weight: float = Field(default=1.0, description="factor of this reward in the sum of all")
-    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$", description="set by the workflow")
+    scorer: Scorer | None = None
+    """1 if this scorer finds the response right, else 0"""
+    function: CustomFunction | None = None
+    """package.module:function of (response, gold_answer), which returns a number; run with your rights"""
+    weight: float = 1.0
+    """factor of this reward in the sum of all"""
+    source_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """set by the workflow"""
 
     def _problems(self) -> Iterator[str]:
         if (self.scorer is None) == (self.function is None):
@@ -75,107 +76,81 @@ class Reward(FrozenModel):
 class VerifyConfig(FrozenModel):
     """Repetition of a random micro-batch of some steps, to find a device that errs before it spoils the weights."""
 
-    every: int = Field(ge=1, description="optimiser steps between verified steps; the last step always is one")
+    every: int = Field(ge=1)
+    """optimiser steps between verified steps; the last step always is one"""
 
 
 class TrainingConfig(FrozenModel):
     """Hyper-parameters of GRPO with a token-mean loss and no entropy bonus."""
 
     epochs: int = Field(ge=1)
-    prompts_per_step: int = Field(ge=1, description="prompts per optimiser step")
-    rollouts_per_prompt: int = Field(ge=2, description="completions per prompt, which form one group of GRPO (n)")
-    steps_per_rollout: int = Field(
-        default=1,
-        ge=1,
-        description="optimiser steps that learn from one batch of rollouts (mini-batches); the batch has "
-        "prompts_per_step*steps_per_rollout prompts",
-    )
-    micro_batch_size: int | None = Field(
-        default=None, ge=1, description="sequences per forward and backward pass, padded to the longest of the rollout"
-    )
-    tokens_per_micro_batch: int | None = Field(
-        default=None,
-        ge=1,
-        description="in place of micro_batch_size: most tokens per forward and backward pass of a worker; sequences of "
-        "similar length are computed together, with less padding",
-    )
+    prompts_per_step: int = Field(ge=1)
+    """prompts per optimiser step"""
+    rollouts_per_prompt: int = Field(ge=2)
+    """completions per prompt, which form one group of GRPO (n)"""
+    steps_per_rollout: int = Field(default=1, ge=1)
+    """optimiser steps that learn from one batch of rollouts (mini-batches); the batch has
+    prompts_per_step*steps_per_rollout prompts"""
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """sequences per forward and backward pass, padded to the longest of the rollout"""
+    tokens_per_micro_batch: int | None = Field(default=None, ge=1)
+    """in place of micro_batch_size: most tokens per forward and backward pass of a worker; sequences of similar length
+    are computed together, with less padding"""
     learning_rate: float = Field(gt=0)
-    learning_rate_schedule: Literal["constant", "linear"] = Field(
-        default="constant",
-        description="after warm-up: constant (as published), or linear decay to 0 at the last step",
-    )
-    warmup_steps: int = Field(default=0, ge=0, description="optimiser steps over which the learning rate rises from 0")
-    rewards: tuple[Reward, ...] = Field(
-        default=(), description="rewards of a response, added up; empty: 1 if the scorer strict finds it right, else 0"
-    )
-    kl_coefficient: float = Field(default=0.001, ge=0, description="beta, the weight of the KL from the initial policy")
+    learning_rate_schedule: Literal["constant", "linear"] = "constant"
+    """after warm-up: constant (as published), or linear decay to 0 at the last step"""
+    warmup_steps: int = Field(default=0, ge=0)
+    """optimiser steps over which the learning rate rises from 0"""
+    rewards: tuple[Reward, ...] = ()
+    """rewards of a response, added up; empty: 1 if the scorer strict finds it right, else 0"""
+    kl_coefficient: float = Field(default=0.001, ge=0)
+    """beta, the weight of the KL from the initial policy"""
     clip_ratio: float = Field(default=0.2, gt=0, lt=1)
-    clip_ratio_c: float | None = Field(
-        default=None,
-        gt=1,
-        exclude_if=lambda limit: limit is None,
-        description="dual clip (verl: 3.0): where the advantage is negative, ratios count at most this; null: no limit",
-    )
+    clip_ratio_c: float | None = Field(default=None, gt=1, exclude_if=lambda limit: limit is None)
+    """dual clip (verl: 3.0): where the advantage is negative, ratios count at most this; null: no limit"""
     weight_decay: float = Field(default=0.0, ge=0)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to this norm")
-    stop_loss: float = Field(default=1e4, gt=0, description="the run ends if the absolute loss exceeds this")
-    stop_grad_norm: float = Field(default=1e5, gt=0, description="the run ends if the gradient norm exceeds this")
-    weights_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="number format of the stored and updated weights; forward passes compute in the model's dtype, "
-        "adapters in this one",
-    )
-    loss_scale: int | None = Field(
-        default=None,
-        ge=1,
-        exclude_if=lambda scale: scale is None,
-        description="models in float16: a power of two by which the loss is multiplied, so that small gradients do not "
-        f"vanish, and gradients are divided before they are used; null: {DEFAULT_LOSS_SCALE}; the same in all steps",
-    )
-    gradient_checkpointing: bool = Field(
-        default=False, description="recompute activations in the backward pass instead of storing them"
-    )
-    verify: VerifyConfig | None = Field(
-        default=None,
-        exclude_if=lambda verify: verify is None,
-        description="compute one micro-batch of some steps, chosen at random, twice, and stop the run before the "
-        "optimiser uses it if a bit of its loss or gradients differs; changes no result; null: never",
-    )
-    lora: LoraConfig | None = Field(default=None, description="train low-rank adapters; null trains all weights")
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """gradients are scaled down to this norm"""
+    stop_loss: float = Field(default=1e4, gt=0)
+    """the run ends if the absolute loss exceeds this"""
+    stop_grad_norm: float = Field(default=1e5, gt=0)
+    """the run ends if the gradient norm exceeds this"""
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    """number format of the stored and updated weights; forward passes compute in the model's dtype, adapters in this
+    one"""
+    loss_scale: int | None = Field(default=None, ge=1, exclude_if=lambda scale: scale is None)
+    """models in float16: a power of two by which the loss is multiplied, so that small gradients do not vanish, and
+    gradients are divided before they are used; null: 1024; the same in all steps"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass instead of storing them"""
+    verify: VerifyConfig | None = Field(default=None, exclude_if=lambda verify: verify is None)
+    """compute one micro-batch of some steps, chosen at random, twice, and stop the run before the optimiser uses it if
+    a bit of its loss or gradients differs; changes no result; null: never"""
+    lora: LoraConfig | None = None
+    """train low-rank adapters; null trains all weights"""
     temperature: float = Field(default=1.0, gt=0)
-    max_prompt_tokens: int | None = Field(
-        default=None, ge=1, description="a longer prompt is an error before training starts; null: no limit"
-    )
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """a longer prompt is an error before training starts; null: no limit"""
     max_response_tokens: int = Field(ge=1)
-    checkpoint_every: int | None = Field(
-        default=None, ge=1, description="optimiser steps between checkpoints; the last step always writes one"
-    )
-    resume_every: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=SHARE_PATTERN)] = Field(
-        default="3%",
-        description="share of a run's time in which resume points may be written, as `3%`: the run measures how long "
-        "one takes; a number instead is that of optimiser steps between them",
-    )
-    validate_every: int | None = Field(
-        default=None, ge=1, description="optimiser steps between greedy validations; the last step always has one"
-    )
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """optimiser steps between checkpoints; the last step always writes one"""
+    resume_every: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=SHARE_PATTERN)] = "3%"
+    """share of a run's time in which resume points may be written, as `3%`: the run measures how long one takes; a
+    number instead is that of optimiser steps between them"""
+    validate_every: int | None = Field(default=None, ge=1)
+    """optimiser steps between greedy validations; the last step always has one"""
     validation_questions: int = Field(default=100, ge=1)
-    threads: Threads = Field(default=1, description="torch threads per worker; results on CPU depend on it")
-    num_workers: int = Field(
-        default=1,
-        ge=1,
-        description="processes that train one run together, one per device; Ray launches them if there are several",
-    )
-    parallelism: Literal["data", "fsdp"] = Field(
-        default="data",
-        description="data: every worker holds the whole model; fsdp: each holds a share of its weights, gradients and "
-        "optimiser state, and gathers a decoder layer while it computes it",
-    )
-    report_to: tuple[ReportTo, ...] = Field(
-        default=(),
-        description="trackers that also log every step, to <run folder>.logs; W&B is offline unless WANDB_MODE is set",
-    )
+    threads: Threads = 1
+    """torch threads per worker; results on CPU depend on it"""
+    num_workers: int = Field(default=1, ge=1)
+    """processes that train one run together, one per device; Ray launches them if there are several"""
+    parallelism: Literal["data", "fsdp"] = "data"
+    """data: every worker holds the whole model; fsdp: each holds a share of its weights, gradients and optimiser state,
+    and gathers a decoder layer while it computes it"""
+    report_to: tuple[ReportTo, ...] = ()
+    """trackers that also log every step, to <run folder>.logs; W&B is offline unless WANDB_MODE is set"""
 
     def _problems(self) -> Iterator[str]:
         if self.parallelism == "fsdp" and self.num_workers == 1:
