@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from aqnpipe.config.custom_code import load_function, source_digest, source_of
 from aqnpipe.config.training import Reward
-from aqnpipe.data.rewards import weighted_rewards
+from aqnpipe.data.graders import weighted_rewards
 from aqnpipe.errors import ConfigError
 
 SOURCE = """

@@ -13,8 +13,7 @@ from aqnpipe.artifacts.loss_studies import LossStudyTable
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord, StageFiles
-from aqnpipe.config.loss_study import LossStudyConfig
-from aqnpipe.config.run import LossStudySpec
+from aqnpipe.config.run import LossStudyConfig, LossStudySpec
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.loss_study import stage
 from aqnpipe.loss_study.stage import loss_passes, loss_study, noised_layers

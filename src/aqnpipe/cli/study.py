@@ -179,10 +179,10 @@ def check_custom_code(study: Study, source: str) -> None:
     """Refuse rewards, a scorer, error models and schedules of the user's own that break their contract."""
     training, evaluation = study.config.training, study.config.evaluation
     for index, reward in enumerate(training.rewards if training is not None else ()):
-        from aqnpipe.data.rewards import refuse_unusable
+        from aqnpipe.data.graders import refuse_unusable_reward
 
         with _about(f"{source}: training.rewards.{index}.function"):
-            refuse_unusable(reward)
+            refuse_unusable_reward(reward)
     if ":" in evaluation.primary_scorer:
         from aqnpipe.data.graders import refuse_unusable_scorer
 

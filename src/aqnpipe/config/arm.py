@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from aqnpipe.config.base import FrozenModel, Identifier, TrainingSeed, replaced
-from aqnpipe.config.custom_code import CustomError, CustomSchedule
+from aqnpipe.config.base import FrozenModel, Identifier, TrainingSeed
+from aqnpipe.config.custom_code import NamesCode
 from aqnpipe.config.model import Attention, noised_attention
 from aqnpipe.config.noise import (
     TRAINING_PHASES,
@@ -43,7 +43,7 @@ class ImportanceSampling(FrozenModel):
             yield f"clip_min {self.clip_min:g} must be below clip_max {self.clip_max:g}"
 
 
-class Arm(FrozenModel):
+class Arm(NamesCode):
     """An experimental condition: the noise during training. All other settings are shared by the study."""
 
     description: str
@@ -79,13 +79,6 @@ class Arm(FrozenModel):
     def as_trained(self) -> "Arm":
         """Return the arm without what does not affect its training, so that editing that re-trains nothing."""
         return self.model_copy(update={"description": "", "description_zh": None, "task": None, "aa_control_of": None})
-
-    def planned(self) -> "Arm":
-        """Return the arm with the digests of error models and a schedule of a user's own.
-
-        Raises ConfigError if one has no source, or another than its digest says.
-        """
-        return replaced(replaced(self, CustomError, CustomError.planned), CustomSchedule, CustomSchedule.planned)
 
     def on_attention(self, attention: Attention) -> "Arm":
         """Return the arm with noise on attention as a model with that implementation computes it.

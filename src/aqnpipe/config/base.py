@@ -127,9 +127,7 @@ Part = TypeVar("Part", bound=BaseModel)
 def replaced(settings: Settings, kind: type[Part], change: Callable[[Part], Part]) -> Settings:
     """Return settings with every part of a kind, at any depth, replaced by what `change` returns for it."""
     found: Any = settings
-    if isinstance(settings, kind):
-        found = change(settings)
-    elif isinstance(settings, dict):
+    if isinstance(settings, dict):
         found = {key: replaced(value, kind, change) for key, value in settings.items()}
     elif isinstance(settings, tuple):
         found = tuple(replaced(value, kind, change) for value in settings)
@@ -138,4 +136,4 @@ def replaced(settings: Settings, kind: type[Part], change: Callable[[Part], Part
         changed = {name: replaced(part, kind, change) for name, part in parts.items()}
         # Only what differs, because a copy counts what it updates as set by the user.
         found = settings.model_copy(update={name: part for name, part in changed.items() if part != parts[name]})
-    return found
+    return change(found) if isinstance(found, kind) else found

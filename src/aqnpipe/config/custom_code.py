@@ -24,11 +24,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeGuard
 
 from pydantic import BaseModel, Field
 
-from aqnpipe.config.base import FrozenModel
+from aqnpipe.config.base import FrozenModel, replaced
 from aqnpipe.config.validation_messages import FUNCTION_PATTERN
 from aqnpipe.errors import ConfigError, first_line
 
@@ -40,6 +40,9 @@ CustomFunction = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
 
 _NAMES_CODE = ("function", "primary_scorer", "include_path")
 """Keys of settings that name code: functions, and folders of tasks of lm-evaluation-harness, which may have some."""
+
+_DIGESTS = {"source_sha256": "function", "scorer_sha256": "primary_scorer"}
+"""Keys with the digest of the source of a function, and the key that names it."""
 
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 
@@ -180,12 +183,26 @@ def modules_beside(function: str) -> list[Path]:
     return [] if in_package else sorted(_beside(source, set()) - {source})
 
 
-def planned_digest(function: str, given: str | None, key: str) -> str:
-    """Return the digest of a function's source; ConfigError if there is no source, or `given`, at `key`, is another."""
-    digest = source_digest(function)
-    if given not in (None, digest):
-        raise ConfigError(f"{function}: {key} is {given}, its source has {digest}")
-    return digest
+class NamesCode(FrozenModel):
+    """Settings that name functions of a user's own, at any depth."""
+
+    def planned(self) -> Self:
+        """Return these settings with the digest of the source of every function that they name.
+
+        Raises ConfigError if one has no source, or another than its digest says.
+        """
+        return replaced(self, NamesCode, _with_digests)
+
+
+def _with_digests(part: NamesCode) -> NamesCode:
+    found = {}
+    for key, name in _DIGESTS.items():
+        function = getattr(part, name, None)
+        if key in type(part).model_fields and function is not None and ":" in function:
+            found[key] = digest = source_digest(function)
+            if (given := getattr(part, key)) not in (None, digest):
+                raise ConfigError(f"{function}: {key} is {given}, its source has {digest}")
+    return part.model_copy(update=found)
 
 
 def _beside(source: Path, seen: set[Path]) -> set[Path]:
@@ -334,7 +351,7 @@ _LARGEST_KURTOSIS = 9.0
 """Of the errors, for the standard error of their root mean square: 3 for a normal distribution, 6 for Laplace's."""
 
 
-class CustomError(FrozenModel):
+class CustomError(NamesCode):
     """A custom error model: a function with the signature `ErrorFunction`."""
 
     kind: Literal["own"] = "own"
@@ -377,13 +394,8 @@ class CustomError(FrozenModel):
         size = f"a measured {self.quantity} size of {measured:.4g} over {count:,} {what}"
         return f"{self.function} has {size}, announced {announced}"
 
-    def planned(self) -> "CustomError":
-        """Return this error with the digest of its source; ConfigError if there is none, or another."""
-        digest = planned_digest(self.function, self.source_sha256, "source_sha256")
-        return self.model_copy(update={"source_sha256": digest})
 
-
-class CustomSchedule(FrozenModel):
+class CustomSchedule(NamesCode):
     """A schedule of a user's own, which is a function of the contract `ScheduleFunction`."""
 
     kind: Literal["own"] = "own"
@@ -401,11 +413,6 @@ class CustomSchedule(FrozenModel):
     def _problems(self) -> Iterator[str]:
         if self.sigmas is not None and not all(0 <= sigma <= self.sigma_max for sigma in self.sigmas):
             yield "sigmas: expected numbers from 0 to sigma_max"
-
-    def planned(self) -> "CustomSchedule":
-        """Return this schedule with the digest of its source; ConfigError if there is none, or another."""
-        digest = planned_digest(self.function, self.source_sha256, "source_sha256")
-        return self.model_copy(update={"source_sha256": digest})
 
 
 def is_usable_sigma(sigma: object, largest: float) -> TypeGuard[Real]:

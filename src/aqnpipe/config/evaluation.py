@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, RootModel, Tag, ValidationError, model_validator
 
-from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier, Seed, Threads, describe_validation_error, replaced
-from aqnpipe.config.custom_code import CustomError, CustomFunction, planned_digest
+from aqnpipe.config.base import EACH_ONCE, FrozenModel, Identifier, Seed, Threads, describe_validation_error
+from aqnpipe.config.custom_code import CustomError, CustomFunction, NamesCode
 from aqnpipe.config.dataset import AnswerFormat
 from aqnpipe.config.generation import is_without_vllm
 from aqnpipe.config.measured_noise import MeasuredError
@@ -291,7 +291,7 @@ class EvaluationSampling(FrozenModel):
     """seed of the sampling; all checkpoints share it"""
 
 
-class EvaluationConfig(FrozenModel):
+class EvaluationConfig(NamesCode):
     """Robustness evaluation: every question at every noise level and noise, random ones once per noise seed."""
 
     noise_levels: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], EACH_ONCE] = Field(
@@ -328,17 +328,6 @@ class EvaluationConfig(FrozenModel):
                 yield f"noises.{name}: found a number as name, which reads as a noise level, expected a word"
         if self.scorer_sha256 is not None and ":" not in self.primary_scorer:
             yield f"scorer_sha256: {self.primary_scorer} has no source of yours, remove scorer_sha256"
-
-    def planned(self) -> "EvaluationConfig":
-        """Return these settings with the digests of the user's own scorer and error models.
-
-        Raises ConfigError if one has no source, or another than its digest says.
-        """
-        found = replaced(self, CustomError, CustomError.planned)
-        if ":" not in self.primary_scorer:
-            return found
-        digest = planned_digest(self.primary_scorer, self.scorer_sha256, "scorer_sha256")
-        return found.model_copy(update={"scorer_sha256": digest})
 
     @property
     def num_samples(self) -> int:

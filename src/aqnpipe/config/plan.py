@@ -12,13 +12,12 @@ from aqnpipe.config.dataset import LmEvalDataset, LocalDataset, Split
 from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaStrategy
 from aqnpipe.config.evaluation import EvaluationConfig, settings_of
 from aqnpipe.config.generation import GenerationConfig, why_vllm_cannot_roll_out
-from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import builtin_folder, source_kind
 from aqnpipe.config.noise import Fault, OperatorNoise
-from aqnpipe.config.run import EvaluationSpec, LossStudySpec, ParitySpec, TrainingSpec
+from aqnpipe.config.run import EvaluationSpec, LossStudyConfig, LossStudySpec, ParitySpec, TrainingSpec
 from aqnpipe.config.study import CHECKPOINTS, Study
-from aqnpipe.config.training import Reward, TrainingConfig
+from aqnpipe.config.training import TrainingConfig
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ConfigError
 
@@ -374,7 +373,7 @@ class StudyPlan:
         training = self.study.config.training
         if training is None:
             raise RuntimeError("a study of checkpoints has no training; this is a bug")
-        return replaced(training, Reward, Reward.planned)
+        return training.planned()
 
     @cached_property
     def _planned_arms(self) -> dict[str, Arm]:

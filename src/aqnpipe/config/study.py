@@ -28,9 +28,9 @@ from aqnpipe.config.dataset import DatasetConfig, LmEvalDataset, PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.evaluation import StudyEvaluationConfig, with_numbered_noises
 from aqnpipe.config.generation import GenerationConfig
-from aqnpipe.config.loss_study import LossStudyConfig
 from aqnpipe.config.model import CheckpointConfig, ModelConfig
 from aqnpipe.config.noise import LayerSigmas, Machine
+from aqnpipe.config.run import LossStudyConfig
 from aqnpipe.config.training import Keep, TrainingConfig
 from aqnpipe.config.validation_messages import FOLDER_PATTERN
 from aqnpipe.config.yaml_file import read_yaml_file, typed_scalars, validated

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from aqnpipe.config.base import FrozenModel, Threads
-from aqnpipe.config.custom_code import CustomFunction, planned_digest
+from aqnpipe.config.custom_code import CustomFunction, NamesCode
 from aqnpipe.config.evaluation import Scorer
 from aqnpipe.config.validation_messages import SHARE_PATTERN
 
@@ -44,7 +44,7 @@ class LoraConfig(FrozenModel):
             yield f"target_modules: {', '.join(outside)} cannot be adapted, expected modules of the decoder layers"
 
 
-class Reward(FrozenModel):
+class Reward(NamesCode):
     """One reward of a response: 1 where a scorer finds it right, or what a custom function returns.
 
     `source_sha256`: digest of the function's source, set when a run is planned.
@@ -65,13 +65,6 @@ class Reward(FrozenModel):
         if self.weight == 0:
             yield "weight: found 0, expected a factor that has an effect"
 
-    def planned(self) -> "Reward":
-        """Return this reward with the digest of its source; ConfigError if there is none, or if it is another one."""
-        if self.function is None:
-            return self
-        digest = planned_digest(self.function, self.source_sha256, "source_sha256")
-        return self.model_copy(update={"source_sha256": digest})
-
 
 class VerifyConfig(FrozenModel):
     """Repetition of a random micro-batch of some steps, to find a device that errs before it spoils the weights."""
@@ -80,7 +73,7 @@ class VerifyConfig(FrozenModel):
     """optimiser steps between verified steps; the last step always is one"""
 
 
-class TrainingConfig(FrozenModel):
+class TrainingConfig(NamesCode):
     """Hyper-parameters of GRPO with a token-mean loss and no entropy bonus."""
 
     epochs: int = Field(ge=1)

@@ -15,9 +15,8 @@ from aqnpipe.artifacts.loss_studies import LossStudyTable
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.provenance import code_digest, sha256_of_files, versions
 from aqnpipe.artifacts.runs import RunRecord, StageFiles
-from aqnpipe.config.loss_study import LossCondition, LossStudyConfig
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder, NoiseSpec, Phase
-from aqnpipe.config.run import LossStudySpec
+from aqnpipe.config.run import LossCondition, LossStudyConfig, LossStudySpec
 from aqnpipe.data.examples import Example, choose_examples, refuse_overlap
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.device import refuse_other_numbers, resolve_device, torch_device

@@ -18,7 +18,7 @@ from aqnpipe.artifacts.runs import CustomRewardMetrics, TrainingMetrics
 from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.examples import choose_examples, refuse_leak, refuse_overlap
-from aqnpipe.data.graders import grader
+from aqnpipe.data.graders import grader, weighted_rewards
 from aqnpipe.data.prompts import (
     check_context,
     check_prompt_lengths,
@@ -27,7 +27,6 @@ from aqnpipe.data.prompts import (
     prompt_token_ids,
     tokenize_prompts,
 )
-from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.data.scoring import is_correct
 from aqnpipe.device import DeviceKind, local_device_index, refuse_other_numbers, resolve_device, torch_device
 from aqnpipe.errors import ConfigError, NoRewardError, ReceiptError, RunInterruptedError, WorkerError

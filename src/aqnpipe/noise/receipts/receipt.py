@@ -11,8 +11,8 @@ from typing import Self
 from pydantic import Field
 
 from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
-from aqnpipe.config.loss_study import LossCondition
 from aqnpipe.config.noise import FaultOrder, NoiseSpec, requested_size
+from aqnpipe.config.run import LossCondition
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.receipts.operator_checks import operator_problems
 from aqnpipe.noise.receipts.other_checks import aqn_problems, cache_problems, fault_problems

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from aqnpipe.artifacts.training_facts import DRAWS, EXPERTS
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.data.graders import grader
+from aqnpipe.data.graders import grader, weighted_rewards
 from aqnpipe.data.prompts import Questions, end_of_response
-from aqnpipe.data.rewards import weighted_rewards
 from aqnpipe.generation.backend import Completion, RoutedCompletion, Sampling
 from aqnpipe.generation.rollout_engines import Rollout
 from aqnpipe.reference import grpo
