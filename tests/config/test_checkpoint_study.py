@@ -62,54 +62,6 @@ def test_a_study_survives_its_way_through_the_parameters_of_a_job():
     assert plan_of(StudyPlan(study).study_params()).study == study
 
 
-LEVELS = {"kind": "levels", "noise_level": 0.1, "claim": "c"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"checkpoints": {}}, "checkpoints: found {}, expected at least 1 entries"),
-        (
-            {"checkpoints": {"a": "./gone"}},
-            "checkpoints.a.source: found './gone', expected a model that can be read: model 'gone': found no",
-        ),
-        (
-            {"checkpoints": {"a": "tiny", "b": "tiny"}},
-            "b.source: found 'tiny', expected another model, this is also checkpoint a",
-        ),
-        ({"checkpoints": {"pretrained": "tiny"}}, "checkpoints.pretrained: found pretrained, expected another name"),
-        (
-            {"checkpoints": {"a": "tiny", "b": {"source": "tiny-large", "dtype": "bfloat16"}}},
-            "b.dtype: found 'bfloat16'",
-        ),
-        ({"checkpoints": {"a": {"sauce": "tiny"}}}, "checkpoints.a.sauce: unknown key (did you mean source?)"),
-        ({"checkpoints": {"a": 3}}, "checkpoints.a"),
-        ({"checkpoints": {"a/b": "tiny"}}, "a name of letters"),
-        ({"training": {}}, "training: not in a study with checkpoints"),
-        ({"seeds": [0]}, "seeds: not in a study with checkpoints"),
-        ({"comparisons": [LEVELS | {"arm": "d"}]}, "comparisons.0.arm: found 'd', expected one of a, b"),
-        (
-            {"comparisons": [LEVELS | {"arm": "pretrained"}]},
-            "comparisons.0.arm: found 'pretrained', expected one of a, b",
-        ),
-        ({"comparisons": [LEVELS | {"arm": "a", "noise_level": 0.2}]}, "one that the study evaluates: 0.0, 0.05, 0.1"),
-        (
-            {"evaluation": content()["evaluation"] | {"pretrained_machine": "x"}},
-            "pretrained_machine: found 'x', expected one of",
-        ),
-        (
-            {"generation": {"backend": "vllm"}},
-            "checkpoints.a.attention: found 'eager', expected sdpa for generation.backend vllm",
-        ),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(changes, message):
-    with pytest.raises(ConfigError) as refused:
-        load_study(content(**changes), "s.yaml")
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

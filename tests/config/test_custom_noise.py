@@ -28,35 +28,6 @@ def error_of(function, **given):
     return validated(CustomError, {"function": function, "size": 0.05, **given}, "arms.yaml")
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"size": 0}, "size: found 0.0, expected a number above 0"),
-        ({"size": [0.2, 0.1]}, r"size: found \(0.2, 0.1\), expected a number above 0, or \[low, high\]"),
-        ({"size": -1}, "size"),
-        ({"size": [0.1]}, "size"),
-        ({"draws": 9}, "draws: found 9, expected at most 8"),
-        ({"quantity": "relativ"}, r"quantity: found 'relativ', .*did you mean relative"),
-        (
-            {"function": "module.function"},
-            "function: found 'module.function', expected a function as package.module:function",
-        ),
-        ({"function": "a b:c"}, "function: found 'a b:c', expected a function as package.module:function"),
-        ({"settings": {"a": [1]}}, "settings.a"),
-        ({"scale": 0.1}, "scale: unknown key"),
-    ],
-)
-def test_mistakes_in_an_error_are_one_line(given, says):
-    with pytest.raises(ConfigError, match=says) as found:
-        error_of(**{"function": "a.b:c", **given})
-    assert "\n" not in str(found.value)
-
-
-def test_layers_have_no_scales_of_their_own():
-    with pytest.raises(ValueError, match="layer_scales: own has no scale"):
-        OperatorNoise(error=error_of("a:b"), layer_scales={0: 0.1})
-
-
 def own_arm(module, **noise):
     error = error_of(f"{module}:error")
     given = {"module_noise": ModuleNoise(modules="mlp", error=error), **noise}

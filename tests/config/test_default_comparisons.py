@@ -1,9 +1,6 @@
 """The comparisons of a study that declares none."""
 
-import pytest
-from pydantic import ValidationError
-
-from aqnpipe.config.analysis import ArmComparison, LevelComparison, default_comparisons
+from aqnpipe.config.analysis import LevelComparison, default_comparisons
 from aqnpipe.config.arm import Arm
 
 NOISE = {"operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0.05}}}
@@ -94,21 +91,6 @@ def test_without_a_clean_level_nothing_is_compared_with_it():
     found = default_comparisons(arms(clean={}, noisy=NOISE), (0.1,))
     assert pairs(found, "arms") == [("noisy", "clean", 0.1, "higher")]
     assert len(found) == 1
-
-
-@pytest.mark.parametrize(
-    ("test", "message"),
-    [
-        ({"test": "equivalence"}, "needs a margin"),
-        ({"test": "non_inferiority", "margin": 0.02, "expected": "higher"}, "expected is for test: superiority"),
-        ({"margin": 0.02, "expected": "higher"}, "margin is for test"),
-        ({}, "superiority needs expected"),
-        ({"test": "equivalence", "margin": 0.0}, "greater than 0"),
-    ],
-)
-def test_a_test_and_its_margin_fit_together(test, message):
-    with pytest.raises(ValidationError, match=message):
-        ArmComparison(treatment="a", control="b", claim="c", **test)
 
 
 def test_noise_is_expected_to_hurt():

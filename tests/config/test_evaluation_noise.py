@@ -9,13 +9,6 @@ from aqnpipe.errors import ConfigError
 
 TRUNCATED = {"operator_noise": {"error": {"kind": "mantissa_truncation", "mantissa_bits": 3}}}
 IN_MLP = {"module_noise": {"modules": ["*.down_proj"], "error": {"kind": "relative_gaussian", "scale": 0.1}}}
-TENTH = {"operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0.1}}}
-W4A4 = {
-    "operator_noise": {
-        "error": {"kind": "fake_quantization", "format": "mxfp4", "activations": True},
-        "include_lm_head": False,
-    }
-}
 IN_LAYER = {"operator_noise": {"layers": [2], "error": {"kind": "absolute_gaussian", "scale": 0.1}}}
 
 
@@ -94,23 +87,6 @@ def test_a_cache_beside_noise_on_operators_is_one_noise():
     assert (noise.operator_noise.layers, noise.kv_cache.format) == ((2,), "int8")
 
 
-def test_another_format_of_a_cache_is_one_line():
-    with pytest.raises(ConfigError, match="kv_cache: found 'fp8_e5m2', expected 'fp8' or 'int8'"):
-        evaluation_of({"x": {"kv_cache": "fp8_e5m2"}})
-
-
-def test_a_cache_on_vllm_is_accepted():
-    checkpoints = {name: {"source": name, "attention": "sdpa"} for name in ("tiny", "tiny-large")}
-    load_study(content({"x": "kv8_fp8"}, checkpoints=checkpoints, generation={"backend": "vllm"}))
-
-
-def test_a_fixed_machine_on_vllm_is_refused():
-    fixed = {"operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0.1, "redraw": "never"}}}
-    given = {**content({"x": fixed}), "generation": {"backend": "vllm"}}
-    with pytest.raises(ConfigError, match=r"vLLM can compute, not relative_gaussian with redraw: never, or"):
-        load_study(given)
-
-
 def test_comparisons_name_a_noise():
     levels = {"kind": "levels", "arm": "a", "claim": "c", "noise_level": "mlp"}
     study = load_study(content({"cut": TRUNCATED, "mlp": IN_MLP}, [levels]))
@@ -122,66 +98,6 @@ def test_without_declared_comparisons_named_noises_are_compared_too():
     assert ("arms", 1.0, "a and b differ in accuracy under the noise cut") in found
     assert ("levels", 1.0, "the noise cut costs a accuracy") in found
     assert ("degradation", 1.0, "a and b differ in what the noise cut costs them") in found
-
-
-ARMS = {"kind": "arms", "treatment": "a", "control": "b", "expected": "higher", "claim": "c"}
-
-
-@pytest.mark.parametrize(
-    ("study", "message"),
-    [
-        (content({"x": "w4a16"}), "evaluation.noises.x: found 'w4a16', expected"),
-        (
-            content({"x": {}}),
-            "evaluation.noises.x: expected operator_noise, module_noise, kv_cache, or several of them",
-        ),
-        (
-            content({"x": {"operator_noise": IN_LAYER["operator_noise"] | {"phases": ["rollout"]}}}),
-            "phases: a noise of",
-        ),
-        (
-            content({"x": {"operator_noise": {"error": {"kind": "relative_gaussian", "scale": 0}}}}),
-            "operator_noise: its error has scale 0",
-        ),
-        (
-            content({"x": {"operator_noise": {"layers": [9], "error": {"kind": "systematic_bias", "scale": 0.1}}}}),
-            "evaluation.noises.x.operator_noise.layers: found [9], expected layers 0 to 5, which model a (tiny) has",
-        ),
-        (content({"x": TRUNCATED, "y": IN_MLP, "z": TRUNCATED}), "evaluation: noises.z: found the noise of x again"),
-        (content({"x": "w4a4_mxfp4", "y": W4A4}), "evaluation: noises.y: found the noise of x again, expected another"),
-        (content({"x": TENTH}), "evaluation: noises.x: found the noise of noise_levels 0.1 again, remove one of them"),
-        (
-            content({"x": TRUNCATED}, [ARMS | {"noise_level": "y"}]),
-            "comparisons.0.noise_level: found 'y', expected a num",
-        ),
-        (
-            content({"x": TRUNCATED}, [ARMS | {"noise_level": 1}]),
-            "comparisons.0.noise_level: found 1, expected a number",
-        ),
-        (
-            content({"x": TRUNCATED}, [ARMS | {"noise_level": 5}]),
-            "comparisons.0.noise_level: found 5, expected a number",
-        ),
-        (content(None, [ARMS | {"noise_level": "x"}]), "comparisons.0.noise_level: found 'x', expected a number"),
-    ],
-)
-def test_mistakes_are_one_line(study, message):
-    with pytest.raises(ConfigError) as refused:
-        load_study(study, "s.yaml")
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "noises",
-    [
-        {"x": TRUNCATED, "y": {"operator_noise": TRUNCATED["operator_noise"] | {"include_lm_head": False}}},
-        {"x": {"operator_noise": TENTH["operator_noise"] | {"include_lm_head": False}}},
-        {"x": "w4a4_mxfp4", "y": "w4a16_mxfp4"},
-    ],
-)
-def test_noises_that_differ_in_one_setting_are_evaluated_beside_each_other(noises):
-    assert tuple(evaluation_of(noises).noises) == tuple(noises)
 
 
 def test_attention_follows_the_model_and_another_one_is_refused():

@@ -8,7 +8,6 @@ import yaml
 from aqnpipe.config.generation import why_not_shared
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
-from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FIXED = {"kind": "relative_gaussian", "scale": 0.1, "redraw": "never"}
@@ -21,13 +20,6 @@ def config(monkeypatch):
     return yaml.safe_load((ROOT / "config" / "config.yaml").read_text()) | changes
 
 
-def test_noise_on_the_products_of_attention_is_refused_on_vllm(config):
-    with pytest.raises(
-        ConfigError, match=r"models\.base\.attention: found 'eager', expected sdpa for generation\.backend vllm"
-    ):
-        load_study(config)
-
-
 def test_clean_evaluations_may_use_either_attention_and_reach_the_job(config):
     config["evaluation"]["noise_levels"] = [0.0]
     config["comparisons"] = []
@@ -35,22 +27,6 @@ def test_clean_evaluations_may_use_either_attention_and_reach_the_job(config):
     config["generation"]["rollout_backend"] = "transformers"
     spec = StudyPlan(load_study(config)).evaluation_spec(model="base", arm="pretrained", seed="0", step="0")
     assert spec["generation"]["backend"] == "vllm"
-
-
-def test_noise_that_vllm_cannot_roll_out_under_is_refused(config):
-    config["evaluation"]["noise_levels"] = [0.0]
-    config["comparisons"] = []
-    config["report"].pop("explore", None)
-    with pytest.raises(
-        ConfigError, match=r"arms\.E5: found E5, .* vLLM cannot make its rollouts: operator_noise.attention"
-    ):
-        load_study(config)
-
-
-def test_an_unknown_backend_is_refused(config):
-    config["generation"]["backend"] = "another"
-    with pytest.raises(ConfigError, match=r"generation\.backend"):
-        load_study(config)
 
 
 @pytest.mark.parametrize(("attention", "computed"), [("eager", "decomposed"), ("sdpa", "fused")])
@@ -65,18 +41,6 @@ def test_noise_on_attention_follows_the_model(config, tmp_path, attention, compu
     plan = StudyPlan(load_study(config))
     assert plan.training_spec("E5", 0)["arm"]["operator_noise"]["attention"] == computed
     assert plan.study.arms["E5"].operator_noise.attention == computed
-
-
-def test_an_arm_that_names_another_attention_than_the_model_s_is_refused(config, tmp_path):
-    arms = yaml.safe_load((ROOT / "config" / "arms.yaml").read_text())
-    arms["arms"]["E5"]["operator_noise"]["attention"] = "decomposed"
-    (tmp_path / "arms.yaml").write_text(yaml.safe_dump(arms))
-    config |= {"arms_file": str(tmp_path / "arms.yaml"), "generation": {"backend": "transformers"}}
-    config["models"]["base"]["attention"] = "sdpa"
-    with pytest.raises(
-        ConfigError, match=r"attention: found 'decomposed', expected fused: models\.base\.attention is sdpa"
-    ):
-        load_study(config)
 
 
 def test_vllm_draws_rollouts_with_divided_weights_too(config):
@@ -97,14 +61,6 @@ def test_noises_that_fit_vllm(config, noises, fits):
     assert load_study(config).config.evaluation.fits_vllm is fits
 
 
-def test_compared_levels_without_an_effect_are_refused(config):
-    config["generation"] = {"backend": "transformers"}
-    assert config["comparisons"]
-    config["statistics"] = {"compared_levels": "all"}
-    with pytest.raises(ConfigError, match=r"statistics\.compared_levels: has no effect here"):
-        load_study(config)
-
-
 def on_shards(config, number, backend="vllm"):
     """The study evaluated by vLLM, whose workers share every layer."""
     config["models"]["base"]["attention"] = "sdpa"
@@ -117,34 +73,6 @@ def test_shards_reach_evaluations_and_a_change_of_their_number_repeats_no_run(co
     place = {"model": "base", "arm": "E5", "seed": "0", "step": "8"}
     assert [plan.evaluation_spec(**place)["generation"]["tensor_parallel"] for plan in (alone, shared)] == [1, 2]
     assert alone.training_spec("E5", 0) == shared.training_spec("E5", 0)
-
-
-@pytest.mark.parametrize("backend", ["auto", "transformers"])
-def test_shards_without_vllm_are_refused(config, backend):
-    with pytest.raises(ConfigError, match=rf"generation\.tensor_parallel: .*backend {backend}, expected backend: vllm"):
-        load_study(on_shards(config, 2, backend))
-
-
-def test_shards_do_not_round_operands_which_one_worker_does(config):
-    config["evaluation"]["noises"] = {"w8a8": "fp8"}
-    load_study(on_shards(config, 1))
-    with pytest.raises(ConfigError, match=r"noises\.w8a8\.\S+: .*as generation\.tensor_parallel divides operands"):
-        load_study(on_shards(config, 2))
-
-
-@pytest.mark.parametrize("number", [0, -2, 1.5, "two"])
-def test_no_number_of_shards_is_refused(config, number):
-    with pytest.raises(ConfigError, match=r"generation\.tensor_parallel: found"):
-        load_study(on_shards(config, number))
-
-
-def test_shards_that_do_not_divide_the_model_are_refused(config):
-    """Of the built-in model: 4 heads, 2 of keys and values."""
-    load_study(on_shards(config, 4))
-    with pytest.raises(
-        ConfigError, match=r"generation\.tensor_parallel: found 3, expected .* model base .*: 4 attention heads"
-    ):
-        load_study(on_shards(config, 3))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study_files
-from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SMOKE = {"device": "cuda", "arms": ["baseline", "srdd_guided"]}
@@ -19,12 +18,6 @@ def in_root(monkeypatch):
 
 def plan_of(machines, study="smoke", **settings):
     return StudyPlan(load_study_files([Path(f"config/{study}.yaml")], {**SMOKE, "machines": machines, **settings}))
-
-
-def refusal(machines, study="smoke", **settings):
-    with pytest.raises(ConfigError) as caught:
-        plan_of(machines, study, **settings)
-    return str(caught.value)
 
 
 def test_jobs_of_a_machine_are_those_of_the_rule_of_its_device():
@@ -61,49 +54,6 @@ def test_a_diagnosis_named_as_files_needs_no_device():
     plan = plan_of({"npu": {"device": "npu", "diagnosed_in": "there", "counterpart": {"dtype": "bfloat16"}}})
     assert plan.diagnosed_by_kind() == {None: ("device", "target", "npu")}
     assert plan.measured_by_kind() == {None: (), "npu": ("npu",)}
-
-
-def test_an_arm_on_a_machine_of_another_device_is_refused():
-    with pytest.raises(ConfigError) as caught:
-        load_study_files(
-            [Path("config/dead-zone.yaml")], {"device": "cuda", "machines": {"dead_zone": {"device": "npu"}}}
-        )
-    assert str(caught.value).endswith(
-        ".machine: found 'dead_zone', expected a machine on the device of the study, cuda: machines.dead_zone.device "
-        "is npu"
-    )
-
-
-@pytest.mark.parametrize(
-    ("machines", "settings", "expected"),
-    [
-        (
-            {"target": {"device": "npu"}},
-            {"evaluation": {"pretrained_machine": "target"}},
-            "evaluation.pretrained_machine: found 'target', expected a machine on the device of the study, cuda: "
-            "machines.target.device is npu",
-        ),
-        (
-            {"npu": {"device": "npu", "diagnosed_in": "there"}},
-            {},
-            "machines.npu.device: found 'npu', expected no device, which has no effect: it was diagnosed elsewhere, it "
-            "has no `counterpart`, and evaluation.machines lacks it",
-        ),
-    ],
-)
-def test_what_would_not_run_there_is_refused(machines, settings, expected):
-    assert refusal(machines, **settings).endswith(expected)
-
-
-def test_a_device_is_a_kind_and_not_auto():
-    assert "machines.npu.device" in refusal({"npu": {"device": "auto"}})
-    assert "machines.npu.device" in refusal({"npu": {"device": "npu:0"}})
-
-
-def test_a_study_of_checkpoints_diagnoses_nothing():
-    settings = {"machines": {"npu": {"device": "npu"}}}
-    with pytest.raises(ConfigError, match="which has no effect: nothing is diagnosed in this study"):
-        load_study_files([Path("config/checkpoints.yaml")], settings)
 
 
 EVALUATED = {
@@ -146,21 +96,3 @@ def test_a_study_without_further_machines_has_none_of_these_jobs():
     assert plan.evaluated_by_kind() == {}
     assert plan.machine_evaluation_files("parquet") == []
     assert not [rule for rule in plan.jobs() if "machine" in rule]
-
-
-@pytest.mark.parametrize(
-    ("machines", "named", "expected"),
-    [
-        ({}, ["moon"], "evaluation.machines.0: found 'moon', expected one of "),
-        ({}, ["device"], "found 'device', expected a machine with another device"),
-        ({"bf": {"counterpart": {"attention": "sdpa"}}}, ["bf"], "noise on attention would be another one"),
-        (
-            {"bf": {"counterpart": {"dtype": "float32", "threads": 1}}},
-            ["bf"],
-            "found 'bf', expected a `counterpart` with another dtype, threads or batch_size",
-        ),
-        ({}, ["target", "target"], "machines: found 'target' twice, expected each value once"),
-    ],
-)
-def test_machines_that_cannot_be_compared_are_refused(machines, named, expected):
-    assert expected in refusal(machines, evaluation={"machines": named})

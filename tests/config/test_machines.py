@@ -51,59 +51,6 @@ def test_a_loss_study_is_one_job_with_its_files(config):
     assert plan.loss_study_threads("base", "dead_zone") == 1
 
 
-def _set(config, path, value):
-    *parents, last = path
-    for key in parents:
-        config = config[key]
-    config[last] = value
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (
-            ["machines"],
-            {"device": {}},
-            r"arms\.dead_zone_none\.machine: found 'dead_zone', expected one of device",
-        ),
-        (["evaluation", "pretrained_machine"], "x", r"evaluation\.pretrained_machine: found 'x', expected one of"),
-        (
-            ["loss_studies", 0, "machine"],
-            "x",
-            r"loss_studies\.0\.machine: found 'x', expected one of .*dead_zone",
-        ),
-        (["loss_studies", 0, "model"], "large", r"loss_studies\.0\.model: found 'large', expected one of base"),
-        (["loss_studies", 0, "magnitudes"], [0.1, 1.5], r"loss_studies\.0\.magnitudes\.1: .*found 1\.5"),
-        (["loss_studies", 0, "magnitudes"], [], r"loss_studies\.0\.magnitudes: "),
-        (["loss_studies", 0, "conditions"], ["dirty"], r"loss_studies\.0\.conditions\.0: .*found 'dirty'"),
-        (["loss_studies", 0, "orders"], ["sideways"], r"loss_studies\.0\.orders\.0: .*found 'sideways'"),
-        (["loss_studies", 0, "gamma"], 0, r"loss_studies\.0\.gamma: .*found 0"),
-        (["loss_studies", 0, "noise_seeds"], [1, 1], r"noise_seeds: found 1 twice, expected each value once"),
-        (["loss_studies", 0, "texts"], 3, r"loss_studies\.0\.texts: unknown key"),
-        (
-            ["machines", "dead_zone", "faults"],
-            [],
-            r"loss_studies\.0\.machine: found 'dead_zone', expected a machine with simulated faults",
-        ),
-        (
-            ["machines", "dead_zone", "faults", 0, "site"],
-            "o_proj",
-            r"loss_studies\.0\.orders: .* dead_zone has faults at sites other than layer_output",
-        ),
-        (
-            ["machines", "dead_zone", "faults", 0],
-            {"type": "bias", "layer": 1, "magnitude": 0.1, "site": "o_proj", "order": "before_noise"},
-            r"machines\.dead_zone\.faults\.0: .*order is before_noise, which needs site layer_output",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(config, path, value, message):
-    _set(config, path, value)
-    with pytest.raises(ConfigError, match=message) as caught:
-        load_study(config, "study.yaml")
-    assert "\n" not in str(caught.value)
-
-
 def test_two_loss_studies_of_one_name_are_refused(config):
     config["loss_studies"] *= 2
     with pytest.raises(ConfigError, match="loss_studies must not repeat a name"):
@@ -122,11 +69,3 @@ def test_default_comparisons_stay_on_one_machine(config):
     assert ("dead_zone_global", "dead_zone_none") in pairs
     assert ("dead_zone_guided", "dead_zone_global") in pairs
     assert not [pair for pair in pairs if pair[0].startswith("dead_zone") and pair[1] == "baseline"]
-
-
-def test_a_machine_with_faults_has_no_counterpart():
-    config = yaml.safe_load((ROOT / "config" / "dead-zone.yaml").read_text())
-    config["arms_file"] = str(ROOT / "config" / "arms.yaml")
-    config["machines"]["dead_zone"]["counterpart"] = {"dtype": "bfloat16"}
-    with pytest.raises(ConfigError, match="counterpart: a parity is measured without simulated faults"):
-        load_study(config)

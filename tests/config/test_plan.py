@@ -13,15 +13,18 @@ from aqnpipe.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def plan(monkeypatch):
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def plan():
     return StudyPlan(load_study_file(Path("config/config.yaml")))
 
 
 @pytest.fixture
-def decide(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def decide():
     return StudyPlan(load_study_file(Path("config/decide.yaml")))
 
 
@@ -31,8 +34,7 @@ def test_a_machine_without_faults_gets_the_strategies_of_the_faulty_ones(decide)
     assert decide.strategies("base", "device") == strategies
 
 
-def test_a_faulty_machine_gets_only_its_own_strategies(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_a_faulty_machine_gets_only_its_own_strategies():
     plan = StudyPlan(load_study_file(Path("config/dead-zone.yaml")))
     assert plan.strategies("base", "dead_zone") == ["published", "robust_first", "shuffled_layers"]
     smoke = StudyPlan(load_study_file(Path("config/smoke.yaml")))
@@ -41,8 +43,7 @@ def test_a_faulty_machine_gets_only_its_own_strategies(monkeypatch):
     }
 
 
-def test_sigmas_by_damage_need_the_parity_of_their_machine_alone(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_sigmas_by_damage_need_the_parity_of_their_machine_alone():
     plan = StudyPlan(load_study_file(Path("config/measured.yaml")))
     assert plan.strategies("base", "measured") == ["published", "damage_first"]
     assert plan.strategies("base", "device") == ["published"]
@@ -53,8 +54,7 @@ def test_sigmas_by_damage_need_the_parity_of_their_machine_alone(monkeypatch):
     assert plan.all_parity_files() == [path]
 
 
-def test_sigmas_by_damage_on_a_machine_without_a_counterpart_are_refused(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
+def test_sigmas_by_damage_on_a_machine_without_a_counterpart_are_refused(tmp_path):
     arms = yaml.safe_load(Path("config/arms.yaml").read_text(encoding="utf-8"))
     arms["arms"]["E_measured_4x_damage_first"]["aqn"]["layer_sigmas_from"] = "device"
     (tmp_path / "arms.yaml").write_text(yaml.safe_dump(arms), encoding="utf-8")
@@ -66,15 +66,13 @@ def test_sigmas_by_damage_on_a_machine_without_a_counterpart_are_refused(monkeyp
     )
 
 
-def test_equal_energy_needs_a_base_sigma_within_the_bounds_of_sigmas(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_equal_energy_needs_a_base_sigma_within_the_bounds_of_sigmas():
     with pytest.raises(ConfigError, match=r"sigma_rule\.base_sigma: found 0\.5, expected sigma_min 0\.01 to .* 0\.15"):
         load_study_files([Path("config/decide.yaml")], {"sigma_rule": {"base_sigma": 0.5}})
     load_study_files([Path("config/smoke.yaml")], {"sigma_rule": {"base_sigma": 0.5}})
 
 
-def test_a_machine_measured_elsewhere_needs_no_job_and_no_counterpart(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
+def test_a_machine_measured_elsewhere_needs_no_job_and_no_counterpart(tmp_path):
     machine = {"counterpart": None, "measured_in": f"{tmp_path}/{{model}}.json"}
     plan = StudyPlan(load_study_files([Path("config/measured.yaml")], {"machines": {"measured": machine}}))
     assert not any(plan.measured_by_kind().values())
@@ -86,8 +84,7 @@ def test_a_machine_measured_elsewhere_needs_no_job_and_no_counterpart(monkeypatc
             load_study_files([Path("config/measured.yaml")], {"machines": {"measured": machine | more}})
 
 
-def test_parities_named_as_files_are_among_those_of_the_study(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
+def test_parities_named_as_files_are_among_those_of_the_study(tmp_path):
     there = tmp_path / "there.json"
     there.write_text("{}")
     noise = {"operator_noise": {"error": {"kind": "measured", "from": str(there)}}}
@@ -160,12 +157,29 @@ def test_a_built_in_model_is_known_by_its_recipe_and_a_folder_by_its_files(plan,
         ("eager", {}, None),
     ],
 )
-def test_one_backend_draws_the_rollouts_of_all_arms(attention, generation, expected, monkeypatch):
+def test_one_backend_draws_the_rollouts_of_all_arms(attention, generation, expected):
     """vLLM does not compute measured errors; comparisons of arms with different backends would be invalid."""
-    monkeypatch.chdir(ROOT)
     content = yaml.safe_load(Path("config/measured.yaml").read_text())
     content |= {"arms_file": "config/arms.yaml", "generation": generation}
     content["models"]["base"]["attention"] = attention
     plan = StudyPlan(load_study(content, "measured.yaml"))
     found = {plan.training_spec(arm, 0)["generation"]["rollout_backend"] for arm in plan.study.arms}
     assert found == {expected}
+
+
+def smoke(**changes):
+    return StudyPlan(load_study_files([Path("config/smoke.yaml")], changes))
+
+
+def test_jobs_get_the_training_questions_only_where_prompts_have_examples():
+    assert smoke().examples_input() == []
+    plan = smoke(prompt={"layout": "question_answer", "num_examples": 5})
+    assert plan.examples_input() == [f"{plan.results}/data/train.parquet"]
+
+
+def test_jobs_get_scorer_and_sampling():
+    sampling = {"temperature": 0.7, "num_samples": 8}
+    plan = smoke(evaluation={"primary_scorer": "harness_strict", "sampling": sampling})
+    spec = plan.evaluation_spec(model="base", arm="baseline", seed="0", step="8")
+    assert spec["evaluation"]["primary_scorer"] == "harness_strict"
+    assert spec["evaluation"]["sampling"] == {"temperature": 0.7, "num_samples": 8, "seed": 0}

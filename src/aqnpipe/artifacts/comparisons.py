@@ -55,7 +55,7 @@ class AccuracyTable(Table, unique=("model", "arm", "seed", "step", "noise_level"
     parse_failure_harness_flexible: float = pa.Field(ge=0, le=1)
 
 
-class ComparisonTable(Table):
+class ComparisonTable(Table, unique=("comparison_id",)):
     """results/comparisons.parquet: one comparison per row; accuracies, differences and margins as fractions.
 
     kind: `arms` (treatment minus control at one level), `levels` (an arm at a level minus itself without noise) or
@@ -76,7 +76,7 @@ class ComparisonTable(Table):
     has the text of each.
     """
 
-    comparison_id: str = pa.Field(unique=True)
+    comparison_id: str
     kind: str = pa.Field(isin=["arms", "levels", "degradation"])
     test: str = pa.Field(isin=["superiority", "non_inferiority", "equivalence"])
     role: str = pa.Field(isin=["primary", "secondary", "control"])

@@ -29,7 +29,7 @@ Outcome = Literal["healthy", "fault", "abstain", "error"]
 """The verdict on a device; error if it could not be diagnosed at all."""
 
 
-class LayerTable(Table):
+class LayerTable(Table, unique=("layer",)):
     """results/srdd/<model>/<machine>/layers.parquet: one decoder layer per row, each layer run by itself.
 
     - instability: mean over prompts of std(out_i - out_0), absolute.
@@ -41,7 +41,7 @@ class LayerTable(Table):
     - role: `source` is a layer that is shown to clamp, `sat_prop` a layer downstream of it with reduced kurtosis.
     """
 
-    layer: int = pa.Field(ge=0, unique=True)
+    layer: int = pa.Field(ge=0)
     instability: float = pa.Field(ge=0)
     instability_jump_z: float = pa.Field(nullable=True)
     gain: float = pa.Field(ge=0)

@@ -11,6 +11,9 @@ from aqnpipe.artifacts.files import Table
 from aqnpipe.artifacts.runs import StageFiles
 from aqnpipe.config.base import evaluations_folder
 
+_PRIMARY = "(verl_strict|boxed|letter|text|own|task)"
+"""Scorers that have columns only where they are the primary one."""
+
 _RUN_AND_STEP = re.compile(r"seed([0-9]{1,18})/step([0-9]{1,18})\.parquet")
 
 
@@ -91,17 +94,7 @@ class EvaluationTable(Table, unique=("question_id", "noise_level", "noise_seed",
     correct_last_number: bool
     correct_harness_strict: bool
     correct_harness_flexible: bool
-    answer_verl_strict: Optional[str] = pa.Field(nullable=True)  # noqa: UP045 - pandera's form of an optional column
-    answer_boxed: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
-    answer_letter: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
-    answer_text: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
-    answer_own: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
-    answer_task: Optional[str] = pa.Field(nullable=True)  # noqa: UP045
-    correct_verl_strict: Optional[bool]  # noqa: UP045
-    correct_boxed: Optional[bool]  # noqa: UP045
-    correct_letter: Optional[bool]  # noqa: UP045
-    correct_text: Optional[bool]  # noqa: UP045
-    correct_own: Optional[bool]  # noqa: UP045
-    correct_task: Optional[bool]  # noqa: UP045
+    answer_primary: Optional[str] = pa.Field(alias=f"^answer_{_PRIMARY}$", regex=True, nullable=True)  # noqa: UP045
+    correct_primary: Optional[bool] = pa.Field(alias=f"^correct_{_PRIMARY}$", regex=True)  # noqa: UP045
     response_tokens: int = pa.Field(ge=0)
     finish_reason: str = pa.Field(isin=["stop", "length"])

@@ -2,15 +2,13 @@
 
 from typing import Optional
 
-import pandera.polars as pa
-
 from aqnpipe.artifacts.files import Table
 
 
-class ProblemTable(Table):
+class ProblemTable(Table, unique=("question_id",)):
     """results/data/<split>.parquet: one question per row; `cluster`: the unit of tests and intervals, if not itself."""
 
-    question_id: str = pa.Field(unique=True)
+    question_id: str
     question: str
     answer: str
     gold_answer: str

@@ -33,7 +33,7 @@ class StageFiles:
         return all(path.is_file() for path in (self.table, self.receipt, self.record))
 
 
-class TrainingMetrics(Table):
+class TrainingMetrics(Table, unique=("step",)):
     """metrics.parquet of a run: a row per optimiser step. It has no wall times, so it is reproducible byte for byte.
 
     `logp_difference_*` and `sampler_kl` compare the policy that generated the rollout with the policy being trained, on
@@ -43,7 +43,7 @@ class TrainingMetrics(Table):
     `importance_ratio_mean` is null without importance sampling.
     """
 
-    step: int = pa.Field(ge=1, unique=True)
+    step: int = pa.Field(ge=1)
     epoch: float
     reward_mean: float = pa.Field(ge=0, le=1)
     reward_std: float
@@ -65,7 +65,7 @@ class TrainingMetrics(Table):
     validation_accuracy: float = pa.Field(nullable=True)
 
 
-class CustomRewardMetrics(TrainingMetrics):
+class CustomRewardMetrics(TrainingMetrics, unique=("step",)):
     """metrics.parquet of a run with `training.rewards`, whose sum may be any finite number."""
 
     reward_mean: float = pa.Field(ge=-sys.float_info.max, le=sys.float_info.max)

@@ -136,4 +136,6 @@ def replaced(settings: Settings, kind: type[Part], change: Callable[[Part], Part
         changed = {name: replaced(part, kind, change) for name, part in parts.items()}
         # Only what differs, because a copy counts what it updates as set by the user.
         found = settings.model_copy(update={name: part for name, part in changed.items() if part != parts[name]})
-    return change(found) if isinstance(found, kind) else found
+    if isinstance(found, kind):
+        found = change(found)
+    return found

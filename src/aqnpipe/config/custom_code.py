@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
@@ -49,19 +49,16 @@ _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _SHOWN = 60
 
 
-def module_of(function: str) -> str:
-    """Return the name of a function's module, without its folder."""
-    return function.partition(":")[0].rpartition("/")[2]
+def _parts(function: str) -> tuple[str, str, str]:
+    """Return the folder in a function's name ("" if there is none), its module and its own name."""
+    place, _, name = function.partition(":")
+    folder, _, module = place.rpartition("/")
+    return folder, module, name
 
 
-def _folder_of(function: str) -> str:
-    """Return the folder in a function's name; "" if there is none."""
-    return function.partition(":")[0].rpartition("/")[0]
-
-
-def search_path(function: str) -> list[str]:
+def _search_path(function: str) -> list[str]:
     """Return where a function's module is looked for: in its folder, else in Python's places and the working one."""
-    folder = _folder_of(function)
+    folder, _, _ = _parts(function)
     return [str(Path(folder).absolute())] if folder else [*sys.path, str(Path.cwd())]
 
 
@@ -74,9 +71,9 @@ def located(function: str, study_folder: Path) -> str:
     if not re.match(FUNCTION_PATTERN, function):
         return function
     beside = os.path.normpath(study_folder / function)
-    if _folder_of(function):
+    if _parts(function)[0]:
         return beside
-    if not _folder_of(beside) or _source_if_any(beside) is None:
+    if not _parts(beside)[0] or _source_if_any(beside) is None:
         return function
     if _source_if_any(function) is None:
         return beside
@@ -117,28 +114,26 @@ def _code_in(part: Any) -> Iterator[tuple[str, Path]]:
 def source_of(function: str) -> Path:
     """Return the file with the source of a function's module; ConfigError if there is none, or several."""
     source = _source(function)
-    if not _folder_of(function):
+    if not _parts(function)[0]:
         _refuse_another(function, str(Path.cwd() / function))
     return source
 
 
 def _source(function: str) -> Path:
-    module = module_of(function)
-    places, name = search_path(function), ""
+    folder, module, _ = _parts(function)
+    places, name = _search_path(function), ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
-        found = PathFinder.find_spec(name, places) or _editable(function, name)
+        found = PathFinder.find_spec(name, places)
+        if found is None and not folder and "." not in name:
+            found = find_spec(name)  # a package that is no folder on the path, as editable ones with a finder
         if found is None:
-            raise ConfigError(f"{function}: no module {name} {_places(function)}")
+            usual = "the working directory, beside the study file or on Python's path (PYTHONPATH)"
+            raise ConfigError(f"{function}: no module {name} in {folder or usual}")
         places = list(found.submodule_search_locations or ())
     if found is None or found.origin is None or not found.origin.endswith(".py"):
         raise ConfigError(f"{function}: {module} has no Python source, expected a module of your own")
     return Path(found.origin)
-
-
-def _editable(function: str, name: str) -> ModuleSpec | None:
-    """Return a package that is no folder on the path, because it is installed as an editable one with a finder."""
-    return None if _folder_of(function) or "." in name else find_spec(name)
 
 
 def _source_if_any(function: str) -> Path | None:
@@ -155,32 +150,23 @@ def _refuse_another(function: str, in_folder: str) -> None:
         raise ConfigError(f"{function}: found {first} and {second}, expected one module of this name: rename one")
 
 
-def _places(function: str) -> str:
-    if folder := _folder_of(function):
-        return f"in {folder}"
-    return "in the working directory, beside the study file or on Python's path (PYTHONPATH)"
-
-
 def source_digest(function: str) -> str:
     """Return a digest of a function's source: of its whole package, or of its module and those it imports beside it."""
-    source = source_of(function)
-    depth = module_of(function).count(".") + (source.name == "__init__.py")
-    if depth:
-        root = source.parents[depth - 1]
-        files = sorted(root.rglob("*.py"))
-    else:
-        root, files = source.parent, sorted(_beside(source, set()))
+    root, files = _digested(function)
     digest = hashlib.sha256()
     for path in files:
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
-def modules_beside(function: str) -> list[Path]:
-    """Return the modules beside a function's module that it imports, at any depth; none if it is in a package."""
+def _digested(function: str) -> tuple[Path, list[Path]]:
+    """Return the files with the source of a function, and their folder, by which they are named."""
     source = source_of(function)
-    in_package = "." in module_of(function) or source.name == "__init__.py"
-    return [] if in_package else sorted(_beside(source, set()) - {source})
+    depth = _parts(function)[1].count(".") + (source.name == "__init__.py")
+    if not depth:
+        return source.parent, sorted(_beside(source, set()))
+    root = source.parents[depth - 1]
+    return root, sorted(root.rglob("*.py"))
 
 
 class NamesCode(FrozenModel):
@@ -231,15 +217,15 @@ def _imported(source: Path) -> Iterator[str]:
 
 def load_function(function: str) -> Callable[..., Any]:
     """Import a function of a user's own; ConfigError with one line if that fails."""
-    source = source_of(function)
-    name = function.partition(":")[2]
-    if search_path(function)[-1] not in sys.path:
-        sys.path.append(search_path(function)[-1])
-    for path in modules_beside(function):
-        spec = find_spec(path.stem)
+    source, (_, module_name, name) = source_of(function), _parts(function)
+    if _search_path(function)[-1] not in sys.path:
+        sys.path.append(_search_path(function)[-1])
+    is_alone = "." not in module_name and source.name != "__init__.py"
+    for path in _digested(function)[1] if is_alone else ():
+        spec = find_spec(path.stem) if path != source else None
         _refuse_hidden(function, path, None if spec is None else spec.origin)
     try:
-        module = importlib.import_module(module_of(function))
+        module = importlib.import_module(module_name)
         found = getattr(module, name, None)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{function}: {source} cannot be imported ({_raised(error)})") from error

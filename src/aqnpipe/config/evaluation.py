@@ -47,7 +47,7 @@ class _OperatorNoise(OperatorNoise):
     """Operator noise as in an arm, whose phase is `evaluation`, and whose attention is that of each model."""
 
     phases: tuple[Phase, ...] = ("evaluation",)
-    attention: Literal["decomposed", "fused"] | None = None
+    attention: Literal["decomposed", "fused"] | None = None  # type: ignore[assignment]
     """null: follows the model, both products with eager attention (decomposed), one operator else (fused); another
     value than the model's is an error"""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -567,6 +567,9 @@ class Machine(FrozenModel):
             yield "diagnosed_in: a machine diagnosed elsewhere has no simulated faults, remove faults"
 
 
+SomeNoise = TypeVar("SomeNoise", OperatorNoise, ModuleNoise, CacheNoise)
+
+
 class NoiseSpec(FrozenModel):
     """The noise of a run or pass (on operators, modules, the cache, and by AQN) and its machine's simulated faults."""
 
@@ -583,15 +586,17 @@ class NoiseSpec(FrozenModel):
 
     def operator_noise_in(self, phase: Phase) -> OperatorNoise | None:
         """Return the operator noise in `phase`, or None."""
-        noise = self.operator_noise
-        return noise if noise is not None and noise.is_active and phase in noise.phases else None
+        return _active_in(phase, self.operator_noise)
 
     def module_noise_in(self, phase: Phase) -> ModuleNoise | None:
         """Return the module noise in `phase`, or None."""
-        noise = self.module_noise
-        return noise if noise is not None and noise.is_active and phase in noise.phases else None
+        return _active_in(phase, self.module_noise)
 
     def cache_noise_in(self, phase: Phase) -> CacheNoise | None:
         """Return the rounding of keys and values in `phase`, or None."""
-        noise = self.kv_cache
-        return noise if noise is not None and phase in noise.phases else None
+        return _active_in(phase, self.kv_cache)
+
+
+def _active_in(phase: Phase, noise: SomeNoise | None) -> SomeNoise | None:
+    is_active = noise is not None and phase in noise.phases and (isinstance(noise, CacheNoise) or noise.is_active)
+    return noise if is_active else None

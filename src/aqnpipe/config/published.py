@@ -185,10 +185,7 @@ class PublishedFile(FrozenModel):
         for series in self.series:
             yield from ((f"series {series.id!r}", name, accuracies) for name in series.accuracies)
         for claim in self.claims:
-            where = f"claim {claim.id!r}"
-            if isinstance(claim, AccuracyClaim | LossClaim):
-                known = accuracies if isinstance(claim, AccuracyClaim) else losses
-                yield from ((where, name, known) for name in (claim.treatment, claim.control))
-            else:
-                for pair in (claim.first, claim.second):
-                    yield from ((where, name, accuracies) for name in (pair.treatment, pair.control))
+            known = losses if isinstance(claim, LossClaim) else accuracies
+            pairs = [claim.first, claim.second] if isinstance(claim, DifferencesClaim | RatioClaim) else [claim]
+            names = (name for pair in pairs for name in (pair.treatment, pair.control))
+            yield from ((f"claim {claim.id!r}", name, known) for name in names)
