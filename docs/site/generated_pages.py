@@ -8,7 +8,7 @@ from typing import Any
 
 import nbformat
 
-from aqnpipe.config.study import study_schema
+from aqnpipe.config.schema import study_schema
 
 _KEYS = """# Keys of studies
 

@@ -10,7 +10,8 @@ import yaml
 
 from aqnpipe.config.arm import ArmsFile
 from aqnpipe.config.model import ModelConfig, source_kind
-from aqnpipe.config.study import load_study, load_study_file, load_study_files, study_schema
+from aqnpipe.config.schema import study_schema
+from aqnpipe.config.study import load_study, load_study_file, load_study_files
 from aqnpipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from aqnpipe.cli.options import dataset_of
@@ -26,7 +27,6 @@ VERL = {
     "extra_info": {"answer": "2+3=5\n#### 5", "index": 0, "question": "2 and 3?", "split": "test"},
 }
 ROW = {"question": "q", "answer": "#### 1"}
-CHOICE = {"answer_format": "choice", "choices_column": "choices"}
 
 
 def write_jsonl(folder: Path, train=TRAIN, test=TEST) -> LocalDataset:
@@ -154,26 +154,6 @@ def test_bare_numbers_in_columns_of_other_names(tmp_path, value, gold):
     test = [{"question_concat": "How many?", "Answer": value, "Type": "Addition"}]
     config = stored(tmp_path, SVAMP_LIKE, test, **columns)
     assert load_problems(config, "test").rows() == [("test-00000", "How many?", f"#### {gold}", gold)]
-
-
-@pytest.mark.parametrize(
-    ("row", "columns", "message"),
-    [
-        ({"question": "q", "answer": "12 cm"}, {"answer_format": "number"}, r"row 0: answer '12 cm' is not a number"),
-        ({"question": "q", "answer": "#### 12"}, {"answer_format": "number"}, r"'#### 12' is not a number"),
-        (
-            {"question": "q", "answer": 12},
-            {},
-            r"column answer is int, expected text \(for numbers set answer_format: number",
-        ),
-        ({"question": "q", "answer": "1"}, {"answer_column": "Answer"}, "expected question and Answer"),
-        ({"question": 7, "answer": "1"}, {"answer_format": "number"}, "column question is int, expected text"),
-    ],
-)
-def test_columns_that_are_not_as_declared_are_one_clear_error(tmp_path, row, columns, message):
-    with pytest.raises(DataError, match=message) as caught:
-        load_problems(stored(tmp_path, [row], [row], **columns), "test")
-    assert "\n" not in str(caught.value)
 
 
 def test_columns_of_a_hub_data_set(monkeypatch):
@@ -342,44 +322,10 @@ def test_the_text_of_a_choice_may_consist_of_letters(tmp_path):
     assert gold == "C"
 
 
-@pytest.mark.parametrize(
-    ("row", "settings", "message"),
-    [
-        (ROW, {"answer_column": "solution"}, "found columns question, answer, expected question and solution"),
-        (
-            VERL,
-            {"question_column": "extra_info.q", "answer_column": "prompt"},
-            "extra_info has keys answer, index, que",
-        ),
-        (ROW, {"answer_column": "answer.gold"}, "row 0: column answer has str, expected gold in it"),
-        (ROW | {"answer": None}, {}, "column answer is empty in 1 rows"),
-        (ROW | {"question": [{"role": "user"}]}, {}, "row 0: column question: found {'role': 'user'"),
-        (ROW | {"question": []}, {}, "row 0: column question has messages of , expected one of user"),
-        (
-            ROW | {"question": [{"role": "user", "content": "a"}] * 2},
-            {},
-            "messages of user, user, expected one of user",
-        ),
-        (
-            ROW | {"answer": [{"role": "user", "content": "a"}]},
-            {},
-            "row 0: column answer has no last message of the ass",
-        ),
-        (ROW, {"answer_format": "boxed"}, "row 0: answer '#### 1' has no \\boxed{...}"),
-        (ROW | {"answer": " "}, {"answer_format": "text"}, "row 0: the answer is empty"),
-        (ROW | {"choices": ["a"]}, CHOICE, "row 0: column choices: found ['a'], expected a list of 2 to 26 choices"),
-        (
-            ROW | {"choices": ["a", "b"], "answer": 2},
-            CHOICE,
-            "row 0: column answer: found 2, expected the letter (A to B)",
-        ),
-        (ROW | {"choices": ["a", "b"], "answer": "C"}, CHOICE, "row 0: column answer: found 'C', expected the letter"),
-    ],
-)
-def test_each_mistake_is_one_line(tmp_path, row, settings, message):
-    with pytest.raises(DataError) as refused:
-        problems(tmp_path, [row], **settings)
-    assert message in str(refused.value)
+@pytest.mark.parametrize("mistake", yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text()))
+def test_each_mistake_is_one_line(tmp_path, mistake):
+    with pytest.raises(DataError, match=mistake["says"]) as refused:
+        problems(tmp_path, [mistake["row"]], **mistake.get("settings", {}))
     assert "\n" not in str(refused.value)
 
 

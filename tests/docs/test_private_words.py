@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from aqnpipe.cli.main import app
-from aqnpipe.config.study import study_schema
+from aqnpipe.config.schema import study_schema
 from aqnpipe.report.words import catalogue
 
 ROOT = Path(__file__).parents[2]

@@ -78,7 +78,7 @@ def test_the_site_builds_and_a_dead_link_is_an_error(sources):
 def test_every_key_of_a_study_is_on_its_page(generated):
     import json
 
-    from aqnpipe.config.study import study_schema
+    from aqnpipe.config.schema import study_schema
 
     schema = json.loads(study_schema())
     page = generated.study_keys(schema)

@@ -67,11 +67,11 @@ class Finding(Artifact):
 class FaultBits(Artifact):
     """A fault in bits: one wrong value and the right one, and how often each bit is flipped in all wrong values."""
 
-    expected: str = Field(description="hexadecimal, in the dtype of the model")
+    expected: str  # hexadecimal, in the dtype of the model
     observed: str
-    xor_mask: str = Field(description="hexadecimal; 1 where the two differ")
-    flipped: dict[int, int] = Field(description="number of wrong values by flipped bit, 0 being the least significant")
-    values: int = Field(description="number of wrong values in the histogram")
+    xor_mask: str  # hexadecimal; 1 where the two differ
+    flipped: dict[int, int]  # number of wrong values by flipped bit, 0 being the least significant
+    values: int  # number of wrong values in the histogram
 
 
 class TilePlace(Artifact):
@@ -87,15 +87,15 @@ class KernelFault(Artifact):
     `shapes`: rows x columns x terms of products, else the shape of the result; `columns` are of the widest result.
     """
 
-    operator: str = Field(description="name of torch's operator, such as addmm")
+    operator: str  # name of torch's operator, such as addmm
     shapes: tuple[str, ...]
     dtype: str
-    columns: tuple[int, ...] = Field(description="wrong output columns")
+    columns: tuple[int, ...]  # wrong output columns
     num_columns: int
-    column_tile: TilePlace | None = Field(description="null if the wrong columns have no period")
-    row_tile: TilePlace | None = Field(description="null if the wrong rows have no period")
+    column_tile: TilePlace | None  # null if the wrong columns have no period
+    row_tile: TilePlace | None  # null if the wrong rows have no period
     wrong_calls: int
-    calls: int = Field(description="calls that were computed again on the host, of all shapes with these columns")
+    calls: int  # calls that were computed again on the host, of all shapes with these columns
 
     def wrong_columns(self, width: int) -> tuple[int, ...]:
         """Return the columns that are wrong in a result with `width` columns."""
@@ -131,36 +131,27 @@ class KernelFault(Artifact):
 class LocatedFault(Artifact):
     """One detected fault: its place, type, channels and magnitude, and the probes that detected it."""
 
-    layer: int | None = Field(ge=0, description="null if most layers share the fault, or if it is outside the layers")
-    site: str = Field(description="FaultSite, attention_core or mlp_core; layer if only the layer is known")
-    scope: Literal["layer", "device", "model"] = Field(
-        default="layer",
-        description="device: the same channels are wrong in most layers; model: a module before or after the layers",
-    )
-    layers: tuple[int, ...] = Field(default=(), description="layers in which the fault was seen")
+    layer: int | None = Field(ge=0)  # null if most layers share the fault, or if it is outside the layers
+    site: str  # FaultSite, attention_core or mlp_core; layer if only the layer is known
+    scope: Literal["layer", "device", "model"] = "layer"
+    """device: the same channels are wrong in most layers; model: a module before or after the layers"""
+    layers: tuple[int, ...] = ()  # layers in which the fault was seen
     type: FaultKind
-    num_faulty_channels: int | None = Field(
-        ge=1, description="number of faulty output channels; null where the method cannot count them"
-    )
+    num_faulty_channels: int | None = Field(ge=1)
+    """number of faulty output channels; null where the method cannot count them"""
     faulty_channel_indices: tuple[int, ...]
     num_channels: int | None
-    magnitude: float | None = Field(description="m as in noise/injection/faults.py")
-    magnitude_low: float | None = Field(description="lower end of the interval of the magnitude")
-    magnitude_high: float | None = Field(description="upper end of the interval of the magnitude")
-    threshold: Literal["dynamic", "cached"] | None = Field(
-        description="dynamic: relative to each call; cached: relative to the first call"
-    )
+    magnitude: float | None  # m as in noise/injection/faults.py
+    magnitude_low: float | None  # lower end of the interval of the magnitude
+    magnitude_high: float | None  # upper end of the interval of the magnitude
+    threshold: Literal["dynamic", "cached"] | None  # dynamic: relative to each call; cached: relative to the first call
     probes: tuple[str, ...]
     evidence: str
-    bits: FaultBits | None = Field(default=None, description="null if the values are not known")
-    rate_per_call: float | None = Field(
-        default=None, description="share of `calls` with a wrong value; not every probe shows every fault"
-    )
-    calls: int | None = Field(
-        default=None,
-        description="compared calls: with a known answer, and repeats if they differ; null for weights in memory",
-    )
-    tile: TilePlace | None = Field(default=None, description="null if the faulty channels have no period")
+    bits: FaultBits | None = None  # null if the values are not known
+    rate_per_call: float | None = None  # share of `calls` with a wrong value; not every probe shows every fault
+    calls: int | None = None
+    """compared calls: with a known answer, and repeats if they differ; null for weights in memory"""
+    tile: TilePlace | None = None  # null if the faulty channels have no period
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -172,7 +163,7 @@ class Untested(Artifact):
     """A part of the model or the device that a diagnosis did not test, and why."""
 
     part: str
-    layers: tuple[int, ...] = Field(default=(), description="empty if it is not a matter of layers")
+    layers: tuple[int, ...] = ()  # empty if it is not a matter of layers
     reason: str
 
 
@@ -209,34 +200,26 @@ class Verdict(Artifact):
     site: str | None = None
     num_faulty_channels: int | None = None
     faults: tuple[LocatedFault, ...] = ()
-    kernels: tuple[KernelFault, ...] = Field(
-        default=(),
-        description="operators of the device that err, most wrong calls first; `faults` are the evidence",
-    )
+    kernels: tuple[KernelFault, ...] = ()
+    """operators of the device that err, most wrong calls first; `faults` are the evidence"""
     findings: tuple[Finding, ...]
     method: DiagnosisMethod = "all"
-    untested: tuple[Untested, ...] = Field(default=(), description="what the exact probes did not test")
-    reordered_sites: tuple[str, ...] = Field(
-        default=(), description="sites that add in another order in every call, within the error bound of their sum"
-    )
-    elements_per_channel: int | None = Field(
-        default=None, description="values probed on every channel of every probed site, at least"
-    )
+    untested: tuple[Untested, ...] = ()  # what the exact probes did not test
+    reordered_sites: tuple[str, ...] = ()
+    """sites that add in another order in every call, within the error bound of their sum"""
+    elements_per_channel: int | None = None  # values probed on every channel of every probed site, at least
     intermittent_rate: float | None = None
     miss_probability: float | None = None
-    calls_per_site: int | None = Field(default=None, description="calls of every probed site, at least")
-    detected_call_rate: float | None = Field(
-        default=None, description="share of calls that a fault must strike to be missed with 5 % at most"
-    )
+    calls_per_site: int | None = None  # calls of every probed site, at least
+    detected_call_rate: float | None = None  # share of calls that a fault must strike to be missed with 5 % at most
     false_alarm_bound: float | None = None
-    forward_equivalents: float = Field(ge=0, description="cost in forwards of the whole model")
+    forward_equivalents: float = Field(ge=0)  # cost in forwards of the whole model
     exact_forward_equivalents: float = 0.0
     statistical_forward_equivalents: float = 0.0
     num_layers: int
-    simulated_faults: tuple[dict[str, object], ...] = Field(
-        default=(), description="simulated faults of the machine and the elements they changed, for judging the verdict"
-    )
-    origin: DiagnosisOrigin | None = Field(default=None, description="null outside a study")
+    simulated_faults: tuple[dict[str, object], ...] = ()
+    """simulated faults of the machine and the elements they changed, for judging the verdict"""
+    origin: DiagnosisOrigin | None = None  # null outside a study
 
 
 class LayerMetrics(Artifact):
@@ -247,9 +230,8 @@ class LayerMetrics(Artifact):
     elements_probed: int = Field(default=0, ge=0)
     elements_per_channel: int = Field(default=0, ge=0)
     faulty_sites: tuple[str, ...] = ()
-    largest_deviation: float | None = Field(
-        default=None, description="relative; null if exact probes did not run or a wrong value is NaN or infinite"
-    )
+    largest_deviation: float | None = None
+    """relative; null if exact probes did not run or a wrong value is NaN or infinite"""
     scans: dict[str, float | str | None] | None = None
 
 
@@ -257,14 +239,12 @@ class DiagnosisFile(Verdict):
     """Output of `aqnpipe diagnose --json`: the verdict, what was tested where and when, the metrics of every layer."""
 
     model: str
-    weights_sha256: str | None = Field(
-        default=None, description="of the files that the model was loaded from; null without files"
-    )
+    weights_sha256: str | None = None  # of the files that the model was loaded from; null without files
     device: str
     dtype: str
     attention: str
     seed: int
-    time: datetime = Field(description="start, UTC")
+    time: datetime  # start, UTC
     host: str
     hardware: Hardware
     versions: dict[str, str]
@@ -291,11 +271,11 @@ class LayerSensitivity(Artifact):
     A standard error is null with a single text; the accuracy is null without gold answers.
     """
 
-    layer: int | None = Field(ge=0, description="decoder layer; null for the output projection")
-    estimate: float = Field(ge=0, description="first-order estimate of loss_increase, from one backward pass")
-    loss_increase: float = Field(description="measured increase of the loss, in nats per scored token")
+    layer: int | None = Field(ge=0)  # decoder layer; null for the output projection
+    estimate: float = Field(ge=0)  # first-order estimate of loss_increase, from one backward pass
+    loss_increase: float  # measured increase of the loss, in nats per scored token
     loss_standard_error: float | None = Field(ge=0)
-    accuracy_change: float | None = Field(description="measured change of the accuracy, as a fraction")
+    accuracy_change: float | None  # measured change of the accuracy, as a fraction
     accuracy_standard_error: float | None = Field(ge=0)
 
 
@@ -306,19 +286,17 @@ class Sensitivity(Artifact):
     from it (paired t-tests over texts, 5 % in all, Bonferroni); empty if no increase is significant.
     """
 
-    scale: float = Field(gt=0, lt=1, description="relative scale of the noise on the outputs of matrix products")
+    scale: float = Field(gt=0, lt=1)  # relative scale of the noise on the outputs of matrix products
     noise_seeds: tuple[int, ...]
     num_texts: int
     num_scored_tokens: int
-    num_questions: int = Field(description="number of texts with a gold answer, on which accuracy was measured")
-    loss: float = Field(description="loss without noise, in nats per scored token")
-    accuracy: float | None = Field(description="accuracy without noise, as a fraction; greedy decoding, strict scorer")
+    num_questions: int  # number of texts with a gold answer, on which accuracy was measured
+    loss: float  # loss without noise, in nats per scored token
+    accuracy: float | None  # accuracy without noise, as a fraction; greedy decoding, strict scorer
     fragile_layers: tuple[int, ...]
-    rank_correlation: float | None = Field(
-        description="Spearman's, of estimate and loss_increase over decoder layers; null below 3 layers"
-    )
+    rank_correlation: float | None  # Spearman's, of estimate and loss_increase over decoder layers; null below 3 layers
     layers: tuple[LayerSensitivity, ...]
-    untested: tuple[str, ...] = Field(description="matrices outside the layers and output projection, never noised")
+    untested: tuple[str, ...]  # matrices outside the layers and output projection, never noised
 
 
 class SensitivityFile(Sensitivity):
@@ -344,7 +322,7 @@ class RunRecord(Artifact):
     seconds: float = Field(ge=0)
     seed: int
     num_prompts: int
-    prompt_tokens: int = Field(description="tokens of a prompt; 0 if the prompts are text")
+    prompt_tokens: int  # tokens of a prompt; 0 if the prompts are text
     elements_per_channel: int | None
     forward_equivalents: float = Field(ge=0)
     verdict: Literal["healthy", "fault", "abstain"]
@@ -385,31 +363,31 @@ class Repetition(Artifact):
 class DeviceReport(Artifact):
     """One device of a node: its identity, the verdict with its reason, and the parts that were not tested."""
 
-    device: str = Field(description="torch's name of the device, as in cuda:0")
-    hardware: Hardware | None = Field(description="null if the device could not be used at all")
+    device: str  # torch's name of the device, as in cuda:0
+    hardware: Hardware | None  # null if the device could not be used at all
     verdict: Outcome
     reason: str
     faults: tuple[LocatedFault, ...] = ()
     kernels: tuple[KernelFault, ...] = ()
-    untested: tuple[Untested, ...] = Field(default=(), description="what no run tested")
+    untested: tuple[Untested, ...] = ()  # what no run tested
     forward_equivalents: float = Field(default=0.0, ge=0)
     seconds: float = Field(default=0.0, ge=0)
     temperature_after_celsius: float | None = None
-    repetition: Repetition | None = Field(default=None, description="null unless the runs were repeated")
-    log: str | None = Field(default=None, description="null if the log was not kept")
+    repetition: Repetition | None = None  # null unless the runs were repeated
+    log: str | None = None  # null if the log was not kept
 
 
 class WrongCollective(Artifact):
     """Wrong elements of the results of one collective on one rank."""
 
     collective: str
-    rank: int = Field(description="place in `devices` of the node")
+    rank: int  # place in `devices` of the node
     device: str
     dtype: str
-    sizes: tuple[int, ...] = Field(description="elements of the results of which some are wrong")
+    sizes: tuple[int, ...]  # elements of the results of which some are wrong
     wrong_elements: int
-    first_index: int = Field(description="first wrong element of the first wrong result, which has sizes[0] elements")
-    expected: str = Field(description="value of this element, with all digits")
+    first_index: int  # first wrong element of the first wrong result, which has sizes[0] elements
+    expected: str  # value of this element, with all digits
     observed: str
     wrong_calls: int
     calls: int
@@ -428,9 +406,9 @@ class WrongCollective(Artifact):
 class Collectives(Artifact):
     """Collectives between the devices of a node, a process each, compared with results of the host in every element."""
 
-    verdict: Outcome | None = Field(description="null if they were not tested; `reason` says why")
+    verdict: Outcome | None  # null if they were not tested; `reason` says why
     reason: str
-    calls: int = Field(default=0, description="compared calls of every rank")
+    calls: int = 0  # compared calls of every rank
     faults: tuple[WrongCollective, ...] = ()
     simulated_faults: tuple[dict[str, object], ...] = ()
 
@@ -438,7 +416,7 @@ class Collectives(Artifact):
 class NodeReport(Artifact):
     """Output of `aqnpipe diagnose` for several devices (--devices), repeated runs (--duration) or a history."""
 
-    time: datetime = Field(description="start, UTC")
+    time: datetime  # start, UTC
     host: str
     verdict: Outcome
     exit_code: int
@@ -450,7 +428,7 @@ class NodeReport(Artifact):
     versions: dict[str, str]
     seconds: float = Field(ge=0)
     devices: tuple[DeviceReport, ...]
-    collectives: Collectives | None = Field(default=None, description="null in files of earlier versions")
+    collectives: Collectives | None = None  # null in files of earlier versions
 
 
 EXIT_CODES: dict[Outcome, int] = {"fault": 3, "error": 2, "abstain": 4, "healthy": 0}

@@ -30,8 +30,8 @@ class PassFacts(Artifact):
     noise_seed: int = Field(ge=0)
     first_logits: tuple[str, ...]
     rows: str
-    rows_again: int = Field(ge=0, description="rows computed again in one forward, without noise")
-    largest_difference: float = Field(ge=0, description="of a logit computed again; 1 is what rounding may cause")
+    rows_again: int = Field(ge=0)  # rows computed again in one forward, without noise
+    largest_difference: float = Field(ge=0)  # of a logit computed again; 1 is what rounding may cause
 
     @property
     def name(self) -> str:

@@ -11,8 +11,6 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.device import name_of_device, uuid_of_device, visible_ids
 
@@ -31,7 +29,7 @@ class Hardware(Artifact):
     name: str
     uuid: str | None = None
     serial: str | None = None
-    slot: str | None = Field(default=None, description="address on the PCI bus")
+    slot: str | None = None  # address on the PCI bus
     driver: str | None = None
     toolkit: str | None = None
     temperature_celsius: float | None = None

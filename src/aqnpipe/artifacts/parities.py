@@ -40,35 +40,35 @@ class CaptureIdentity(Artifact):
 
     format: int = CAPTURE_FORMAT
     aqnpipe: str
-    created: datetime = Field(description="UTC")
-    model: str = Field(description="built-in name, hub id, or the last part of a folder's name")
+    created: datetime  # UTC
+    model: str  # built-in name, hub id, or the last part of a folder's name
     model_class: str
     weights_sha256: str
     tokenizer_sha256: str | None
-    config: dict[str, object] = Field(description="config.json without its private keys")
+    config: dict[str, object]  # config.json without its private keys
     tokens_sha256: str
     num_sequences: int = Field(ge=1)
     num_tokens: int = Field(ge=1)
     lengths: tuple[int, ...]
     backend: Backend
     dtype: Dtype
-    attention: str = Field(description="attention kernel")
-    device: str = Field(description="kind and name of the device")
+    attention: str  # attention kernel
+    device: str  # kind and name of the device
     driver: str | None
     toolkit: str | None
     threads: int
     tensor_parallel: int = Field(default=1, ge=1)
-    batch_invariant: bool = Field(default=False, description="vLLM's batch-invariant mode was in force")
+    batch_invariant: bool = False  # vLLM's batch-invariant mode was in force
     batch_size: int = Field(ge=1)
     padding: Literal["left", "right", "none"]
-    num_decoded: int = Field(ge=0, description="last tokens of each sequence, run one at a time")
-    numerics: dict[str, str] = Field(description="torch's switches that change sums")
+    num_decoded: int = Field(ge=0)  # last tokens of each sequence, run one at a time
+    numerics: dict[str, str]  # torch's switches that change sums
     versions: dict[str, str]
     num_compared_parameters: int = Field(ge=0)
     stale_parameters: tuple[str, ...]
     replay_of: str | None
-    seconds: float = Field(ge=0, description="time of all forward passes, without loading")
-    members: dict[str, str] = Field(description="SHA-256 of the other members by name")
+    seconds: float = Field(ge=0)  # time of all forward passes, without loading
+    members: dict[str, str]  # SHA-256 of the other members by name
 
     @property
     def setting(self) -> str:
@@ -87,15 +87,14 @@ class CaptureConfig(Artifact):
     backend: Backend = "transformers"
     dtype: Dtype = "float32"
     attention: Attention = "eager"
-    device: str = Field(default="cpu", description="torch's name of the device")
+    device: str = "cpu"  # torch's name of the device
     batch_size: int = Field(default=8, ge=1)
     padding: Literal["left", "right"] = "left"
     num_decoded: int = Field(default=4, ge=0, alias="decode")
-    threads: int = Field(default=1, ge=1, description="CPU threads, of each process")
-    tensor_parallel: int = Field(default=1, ge=1, description="workers of vLLM that share every layer")
-    batch_invariant: bool | None = Field(
-        default=None, description="vLLM's mode; its workers must report it as requested; null: its environment variable"
-    )
+    threads: int = Field(default=1, ge=1)  # CPU threads, of each process
+    tensor_parallel: int = Field(default=1, ge=1)  # workers of vLLM that share every layer
+    batch_invariant: bool | None = None
+    """vLLM's mode; its workers must report it as requested; null: its environment variable"""
     max_bytes: int = Field(default=200_000_000, ge=1)
     max_rows: int = Field(default=256, ge=1)
 
@@ -158,9 +157,9 @@ class LogProbabilities(Artifact):
     num_tokens: int
     mean: float
     rms: float
-    p99: float = Field(description="99th percentile of the absolute difference")
+    p99: float  # 99th percentile of the absolute difference
     largest: float
-    argmax_changes: float = Field(description="share of tokens in whose place another token is the most likely")
+    argmax_changes: float  # share of tokens in whose place another token is the most likely
     prefill_rms: float | None
     decode_rms: float | None
 
@@ -181,7 +180,7 @@ class Substitution(Artifact):
     """Which operators explain the difference. `alone`: one kind at a time; `together`: cumulatively, largest first."""
 
     num_tokens: int
-    rms: float = Field(description="RMS difference of the log-probabilities of these tokens")
+    rms: float  # RMS difference of the log-probabilities of these tokens
     alone: tuple[SubstitutedKind, ...]
     together: tuple[SubstitutedKind, ...]
 
@@ -193,16 +192,15 @@ class ParityFile(Artifact):
     summary: str
     first: CaptureIdentity
     second: CaptureIdentity
-    same_inputs: bool = Field(
-        description="the second side's operators were fed the first side's inputs; if not, operator errors are "
-        "differences of the errors against exact results"
-    )
-    num_rows: int = Field(description="tokens on which operators were compared")
+    same_inputs: bool
+    """the second side's operators were fed the first side's inputs; if not, operator errors are differences of the
+    errors against exact results"""
+    num_rows: int  # tokens on which operators were compared
     first_beyond_rounding: str | None
-    operators: tuple[OperatorParity, ...] = Field(description="in the order in which they run")
+    operators: tuple[OperatorParity, ...]  # in the order in which they run
     log_probabilities: LogProbabilities
     substitution: Substitution | None
-    settings: tuple[str, ...] = Field(description="settings that differ between the two sides")
+    settings: tuple[str, ...]  # settings that differ between the two sides
     notes: tuple[str, ...]
 
     def layer_errors(self) -> dict[int, float]:

@@ -81,19 +81,14 @@ class RunRecord(Artifact):
     inputs_sha256: dict[str, str]
     versions: dict[str, str]
     device: str
-    outputs_sha256: dict[str, str] = Field(
-        default_factory=dict, description="SHA-256 of the files written beside this record, by name"
-    )
-    generation: dict[str, str | int | bool] = Field(
-        default_factory=dict,
-        description="generation backend of the evaluation or of the rollouts: name, version and how it executes",
-    )
-    training: TrainingFacts | None = Field(default=None, description="what a training run really used")
-    merge_losses: dict[str, float] = Field(
-        default_factory=dict,
-        description="with adapters: the fraction of their update that rounding would lose if they were merged into "
-        "weights of the model's dtype, by checkpoint",
-    )
+    outputs_sha256: dict[str, str] = Field(default_factory=dict)
+    """SHA-256 of the files written beside this record, by name"""
+    generation: dict[str, str | int | bool] = Field(default_factory=dict)
+    """generation backend of the evaluation or of the rollouts: name, version and how it executes"""
+    training: TrainingFacts | None = None  # what a training run really used
+    merge_losses: dict[str, float] = Field(default_factory=dict)
+    """with adapters: the fraction of their update that rounding would lose if they were merged into weights of the
+    model's dtype, by checkpoint"""
 
 
 def record_problems(

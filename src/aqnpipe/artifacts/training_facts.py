@@ -6,8 +6,6 @@ the comparison of a study judges the facts of every run again.
 
 from collections.abc import Mapping
 
-from pydantic import Field
-
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.config.run import TrainingSpec
 
@@ -61,23 +59,19 @@ class TrainingFacts(Artifact):
     """Facts about what a training run used, up to `steps`; of several workers together."""
 
     num_workers: int
-    steps: int = Field(description="updates that the optimiser made")
-    audited_steps: tuple[int, ...] = Field(description="steps whose numbers were recomputed")
-    verified_steps: tuple[int, ...] = Field(default=(), description="steps of which a micro-batch was computed twice")
+    steps: int  # updates that the optimiser made
+    audited_steps: tuple[int, ...]  # steps whose numbers were recomputed
+    verified_steps: tuple[int, ...] = ()  # steps of which a micro-batch was computed twice
     completions: int
-    correct: tuple[int, ...] = Field(
-        description="completions of each rollout whose reward, graded again from the texts, is above 0"
-    )
-    validated: dict[int, int] = Field(description="correct answers of each validation, graded again, by step")
-    checkpoints: dict[int, dict[str, str]] = Field(
-        description="SHA-256 of the weights files that were equal to the weights in memory, by step"
-    )
+    correct: tuple[int, ...]  # completions of each rollout whose reward, graded again from the texts, is above 0
+    validated: dict[int, int]  # correct answers of each validation, graded again, by step
+    checkpoints: dict[int, dict[str, str]]
+    """SHA-256 of the weights files that were equal to the weights in memory, by step"""
     recomputed: dict[str, Recomputed]
-    not_checked: tuple[str, ...] = Field(default=(), description="recomputations that the rollout backend prevents")
-    distance_growth: DistanceGrowth | None = Field(
-        default=None, description="of sampler and policy over the run; null for one with too few rollouts"
-    )
-    problems: tuple[str, ...] = Field(default=(), description="differences that were found while the run trained")
+    not_checked: tuple[str, ...] = ()  # recomputations that the rollout backend prevents
+    distance_growth: DistanceGrowth | None = None
+    """of sampler and policy over the run; null for one with too few rollouts"""
+    problems: tuple[str, ...] = ()  # differences that were found while the run trained
 
 
 def audited_at_start(spec: TrainingSpec) -> list[int]:

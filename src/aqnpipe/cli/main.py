@@ -27,7 +27,7 @@ with ends_at_once():
     from aqnpipe.cli.score import score
     from aqnpipe.cli.sensitivity import sensitivity, sigmas
     from aqnpipe.config.base import describe_validation_error
-    from aqnpipe.config.study import study_schema
+    from aqnpipe.config.schema import study_schema
     from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, printable
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -84,12 +84,10 @@ def refuse_pipe_or_device(path: Path, kind: type[AqnpipeError]) -> None:
 class FrozenModel(BaseModel):
     """Base class of configuration models: immutable; unknown keys, NaN and infinities are refused.
 
-    Text below a field is its description in the schema.
+    Text below a field is its description in the schema of studies.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
 
     def _problems(self) -> Iterator[str]:
         """Yield why settings that are possible one by one do not fit together; the first is reported."""

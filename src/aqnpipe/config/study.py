@@ -1,13 +1,12 @@
-"""A study: the configuration of one workflow, validated as a whole before any job starts; and its JSON schema."""
+"""A study: the configuration of one workflow, validated as a whole before any job starts."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from aqnpipe.config.analysis import (
     PRETRAINED,
@@ -415,15 +414,3 @@ def _extended(base: Any, addition: Any) -> Any:
     if not isinstance(base, Mapping) or not isinstance(addition, Mapping):
         return addition
     return {**base, **{key: _extended(base.get(key), value) for key, value in addition.items()}}
-
-
-def study_schema() -> str:
-    """Return the schema as indented JSON, exactly the content of config/schema.json."""
-    adapter: TypeAdapter[Any] = TypeAdapter(StudyConfig | CheckpointStudyConfig)
-    schema = adapter.json_schema()
-    for model in schema["$defs"].values():
-        for setting in model.get("properties", {}).values():
-            if "description" in setting:
-                setting["description"] = setting["description"].replace("\n", " ")
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    return json.dumps(schema, indent=2, sort_keys=True) + "\n"
