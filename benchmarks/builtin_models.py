@@ -26,9 +26,8 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.dataset import GeneratedTask
 from aqnpipe.config.model import BuiltinModel
-from aqnpipe.data.generated import Pool, problem_stream, take_problems
+from aqnpipe.data.generated import NAMES, Difficulty, Pool, Problem, problem_stream, take_problems
 from aqnpipe.data.scoring import extract_answer, is_correct
-from aqnpipe.data.stories import NAMES, Difficulty, Problem
 from aqnpipe.errors import DataError
 from aqnpipe.models.loading import load_model, load_tokenizer
 from aqnpipe.seeding import derive_seed, keyed_generator

@@ -38,9 +38,8 @@ from transformers import AutoModelForCausalLM
 from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.data.examples import Example
 from aqnpipe.data.generated import generate_problems
-from aqnpipe.data.prompts import end_of_response, prompt_token_ids
+from aqnpipe.data.prompts import Example, end_of_response, prompt_token_ids
 from aqnpipe.evaluation.shards import assembled_passes, load_generator, run_shard, shards_of
 from aqnpipe.models.loading import load_tokenizer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from smallest import parse
 
-from aqnpipe.artifacts.job_costs import read_cost
+from aqnpipe.artifacts.runs import read_cost
 from aqnpipe.cli.memory_estimate import declared_megabytes
 from aqnpipe.cli.study import open_study
 

@@ -3,7 +3,7 @@
 import polars as pl
 import pytest
 
-from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digests
+from aqnpipe.artifacts.evaluations import EvaluationFacts, PassFacts, row_digests
 
 ROWS = pl.DataFrame(
     {

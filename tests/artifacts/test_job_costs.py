@@ -1,6 +1,6 @@
 import pytest
 
-from aqnpipe.artifacts.job_costs import Cost, read_cost
+from aqnpipe.artifacts.runs import Cost, read_cost
 from aqnpipe.errors import DataError
 
 HEADER = "s\tmax_rss\tcpu_time\n"

@@ -10,7 +10,7 @@ import torch
 from hold import replaced, took_effect, with_result
 from sabotage import COMPARE, EVALUATE, Apply, Sabotage, of_group
 
-from aqnpipe.data.examples import Example
+from aqnpipe.data.prompts import Example
 from aqnpipe.data.scoring import SCORERS
 
 _PROMPTS = "aqnpipe.evaluation.stage.prompt_token_ids"

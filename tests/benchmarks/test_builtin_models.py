@@ -20,8 +20,7 @@ from scipy.stats import binom
 from tiny_tokenizer import build_tokenizer
 
 from aqnpipe.config.model import BUILTIN_MODELS, builtin_folder
-from aqnpipe.data.generated import take_problems
-from aqnpipe.data.stories import Difficulty
+from aqnpipe.data.generated import Difficulty, take_problems
 from aqnpipe.models.loading import load_model, load_tokenizer
 
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import build_tokenizer, story_words
 
 from aqnpipe.config.dataset import GeneratedDataset
-from aqnpipe.data.generated import generate_problems, normalise_question, pool_of, take_problems
-from aqnpipe.data.stories import Difficulty
+from aqnpipe.data.generated import Difficulty, generate_problems, normalise_question, pool_of, take_problems
 
 QUESTION = re.compile(r"How many have (more|fewer) than (\d+) (\w+)\?$")
 FIRST_QUESTION = "Ben buys 14 cups. Nora finds 10 cups. How many have more than 17 cups?"

@@ -11,9 +11,17 @@ from pydantic import ValidationError
 from aqnpipe.artifacts.files import write_table
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.config.dataset import LocalDataset, PromptFormat
-from aqnpipe.data.examples import Example, choose_examples, examples_for, refuse_overlap
 from aqnpipe.data.loader import load_problems
-from aqnpipe.data.prompts import check_context, end_of_response, format_prompt, refuse_unusable_template
+from aqnpipe.data.prompts import (
+    Example,
+    check_context,
+    choose_examples,
+    end_of_response,
+    examples_for,
+    format_prompt,
+    refuse_overlap,
+    refuse_unusable_template,
+)
 from aqnpipe.errors import DataError, ModelError
 
 ROWS = [

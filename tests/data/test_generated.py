@@ -8,10 +8,9 @@ from pydantic import ValidationError
 from scipy.stats import binom
 
 from aqnpipe.config.dataset import GeneratedDataset
-from aqnpipe.data import stories
-from aqnpipe.data.generated import generate_problems, normalise_question, pool_of, take_problems
+from aqnpipe.data import generated
+from aqnpipe.data.generated import OBJECTS, Difficulty, generate_problems, normalise_question, pool_of, take_problems
 from aqnpipe.data.scoring import extract_answer, is_correct
-from aqnpipe.data.stories import OBJECTS, Difficulty
 from aqnpipe.errors import DataError
 
 FIRST_QUESTION = (
@@ -115,8 +114,8 @@ def test_share_of_problems_with_a_distractor(probability):
 
 
 def test_more_problems_than_exist_is_one_clear_error(monkeypatch):
-    monkeypatch.setattr(stories, "NAMES", ("Tom", "Ann"))
-    monkeypatch.setattr(stories, "OBJECTS", ("pens", "eggs"))
+    monkeypatch.setattr(generated, "NAMES", ("Tom", "Ann"))
+    monkeypatch.setattr(generated, "OBJECTS", ("pens", "eggs"))
     config = GeneratedDataset(num_train=5_000, max_steps=1, max_number=4, distractor_probability=0.0)
     with pytest.raises(DataError, match=r"found only \d+ distinct train problems .* expected 5000") as caught:
         generate_problems(config, "train")

@@ -11,9 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 from aqnpipe.cli.options import dataset_of
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, HubDataset, LocalDataset, PromptFormat
 from aqnpipe.data import loader
+from aqnpipe.data.generated import Problem
 from aqnpipe.data.loader import load_problems
 from aqnpipe.data.prompts import format_prompt
-from aqnpipe.data.stories import Problem
 from aqnpipe.errors import AqnpipeError, DataError, ModelError
 
 TRAIN = [{"question": "2 and 3?", "answer": "2+3=5\n#### 5"}, {"question": "Cost?", "answer": "#### $1,250.50"}]

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, build_tokenizer, story_words
 from transformers import AutoTokenizer
 
-from aqnpipe.data.generated import take_problems
-from aqnpipe.data.stories import Difficulty
+from aqnpipe.data.generated import Difficulty, take_problems
 from aqnpipe.models.loading import load_tokenizer
 
 TOKENIZER = build_tokenizer()

@@ -11,7 +11,7 @@ import time
 import pytest
 from safetensors import SafetensorError
 
-from aqnpipe.artifacts.job_costs import read_cost
+from aqnpipe.artifacts.runs import read_cost
 from aqnpipe.cli.study_terminal import error_in_log
 from aqnpipe.errors import StorageError
 from aqnpipe.runtime import jobs

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digests
-from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
+from aqnpipe.artifacts.evaluations import EvaluationFacts, EvaluationFiles, EvaluationTable, PassFacts, row_digests
 from aqnpipe.artifacts.files import read_json, write_json, write_table
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.comparison.evaluations import EvaluationInput

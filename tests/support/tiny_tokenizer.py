@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from aqnpipe.data import stories
+from aqnpipe.data import generated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -23,13 +23,13 @@ _MARKER_MERGES = [("#", "#"), ("##", "##")]
 
 def story_words() -> list[str]:
     """Return all words of the generator's texts, sorted."""
-    tables = (*stories.SAME_PERSON.values(), *stories.OTHER_PERSON.values(), *stories.WORDED.values())
+    tables = (*generated.SAME_PERSON.values(), *generated.OTHER_PERSON.values(), *generated.WORDED.values())
     templates = [
         *chain.from_iterable(tables),
-        *(*stories.OPENINGS, *stories.GROUPS, stories.TOGETHER, *stories.DISTRACTORS),
-        *(*stories.QUESTIONS, stories.TOGETHER_QUESTION),
+        *(*generated.OPENINGS, *generated.GROUPS, generated.TOGETHER, *generated.DISTRACTORS),
+        *(*generated.QUESTIONS, generated.TOGETHER_QUESTION),
     ]
-    fillers = [*stories.NAMES, *stories.OBJECTS, *stories.CONTAINERS, *stories.PRONOUNS]
+    fillers = [*generated.NAMES, *generated.OBJECTS, *generated.CONTAINERS, *generated.PRONOUNS]
     texts = [re.sub(r"\{\w+\}", " ", template) for template in templates] + fillers
     return sorted({word for text in texts for word in re.findall(r"[A-Za-z]+", text)})
 
@@ -40,7 +40,7 @@ def build_merges() -> list[tuple[str, str]]:
     A text starts with a name, so names also exist without a space before them. Their merges come last: otherwise the
     letters of a name would be merged before the space in front of them.
     """
-    words = [*(f"Ġ{word}" for word in story_words()), *stories.NAMES]
+    words = [*(f"Ġ{word}" for word in story_words()), *generated.NAMES]
     letters = ((start, letter) for word in words for start, letter in zip(accumulate(word), word[1:], strict=False))
     return list(dict.fromkeys([*_MARKER_MERGES, *letters]))
 

@@ -1,9 +1,10 @@
-"""The metrics of a training run, the record that every run, evaluation and loss study writes, and removed weights.
+"""The metrics of a run, the record that every run, evaluation and loss study writes, removed weights, and costs.
 
 Only this module compares the identity and the digests of a record with files. Of a checkpoint whose weights were
 removed after its evaluation, configuration, tokenizer and record stay, and the record of the run keeps their digests.
 """
 
+import csv
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from aqnpipe.artifacts.files import Table, read_json
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.training_facts import TrainingFacts
 from aqnpipe.config.training import Keep
+from aqnpipe.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -179,3 +181,24 @@ def why_weights_are_gone(checkpoint: Path) -> str | None:
         f"{checkpoint}: its weights were removed after their evaluation (keep: {removed.keep}); to get them again, "
         f"remove {checkpoint.parent.parent} and run the study, which trains this run again (with keep: all they stay)"
     )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one job: wall seconds, processor seconds and peak resident memory in MB."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_mb: float
+
+
+def read_cost(path: Path) -> Cost | None:
+    """Read the file of `runtime.jobs.measured_costs`; None if there is no file. DataError if malformed."""
+    if not path.exists():
+        return None
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="\t"))
+        return Cost(*(float(rows[-1][column]) for column in ("s", "cpu_time", "max_rss")))
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: expected columns s, cpu_time and max_rss with numbers") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from aqnpipe.artifacts.job_costs import read_cost
+from aqnpipe.artifacts.runs import read_cost
 from aqnpipe.cli.cost_estimate import BYTES, USUAL_PROMPT_TOKENS, uses_vllm_for_rollouts
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.model import ModelConfig

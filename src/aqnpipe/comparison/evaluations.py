@@ -14,8 +14,7 @@ import polars as pl
 from statsmodels.stats.proportion import proportion_confint
 
 from aqnpipe.artifacts.comparisons import AccuracyTable, RefusalKind
-from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
-from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable
+from aqnpipe.artifacts.evaluations import EvaluationFacts, EvaluationFiles, EvaluationTable
 from aqnpipe.artifacts.files import numbered_together, read_json, read_table, read_unchecked_table, validate_tables
 from aqnpipe.artifacts.runs import RunRecord, record_problems
 from aqnpipe.config.analysis import TestedUnit

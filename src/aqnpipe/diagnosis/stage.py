@@ -19,8 +19,7 @@ from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule, SigmaStrategy
 from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Machine
-from aqnpipe.data.examples import choose_examples
-from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.data.prompts import choose_examples, prompt_token_ids
 from aqnpipe.device import RequestedDevice, resolve_device, torch_device
 from aqnpipe.diagnosis.diagnose import diagnose_model
 from aqnpipe.diagnosis.sensitivity.first_order import with_sensitivity

@@ -14,8 +14,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digests
-from aqnpipe.artifacts.evaluations import EvaluationTable
+from aqnpipe.artifacts.evaluations import EvaluationFacts, EvaluationTable, PassFacts, row_digests
 from aqnpipe.artifacts.files import read_json, read_table, write_json, write_table
 from aqnpipe.artifacts.measured_errors import spec_with_figures
 from aqnpipe.artifacts.problems import ProblemTable
@@ -31,10 +30,16 @@ from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.evaluation import scorer_column
 from aqnpipe.config.model import read_model_config, settings_of_values
 from aqnpipe.config.run import EvaluationSpec
-from aqnpipe.data.examples import choose_examples, refuse_overlap
 from aqnpipe.data.graders import Grader, columns_of, graders_of, pairs
 from aqnpipe.data.harness_task import HarnessTask, question_id, task_manager
-from aqnpipe.data.prompts import check_context, end_of_response, prompt_token_ids, refuse_unusable_template
+from aqnpipe.data.prompts import (
+    check_context,
+    choose_examples,
+    end_of_response,
+    prompt_token_ids,
+    refuse_overlap,
+    refuse_unusable_template,
+)
 from aqnpipe.device import refuse_other_numbers, resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.evaluation.audit.judgement import Judge

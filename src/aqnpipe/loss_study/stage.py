@@ -17,8 +17,7 @@ from aqnpipe.artifacts.provenance import code_digest, sha256_of_files, versions
 from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.noise import AdaptiveNoise, ConstantSigma, Fault, FaultOrder, NoiseSpec, Phase
 from aqnpipe.config.run import LossCondition, LossStudyConfig, LossStudySpec
-from aqnpipe.data.examples import Example, choose_examples, refuse_overlap
-from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.data.prompts import Example, choose_examples, prompt_token_ids, refuse_overlap
 from aqnpipe.device import refuse_other_numbers, resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
 from aqnpipe.machine.machine import NoiseKey

@@ -21,12 +21,19 @@ from aqnpipe.artifacts.comparisons import (
 from aqnpipe.artifacts.diagnoses import LayerTable, SigmaFile, Verdict
 from aqnpipe.artifacts.evaluations import EvaluationFiles, EvaluationTable, evaluation_files
 from aqnpipe.artifacts.files import read_json, read_table, read_unchecked_table, read_yaml, table_of, validate_tables
-from aqnpipe.artifacts.job_costs import Cost, read_cost
 from aqnpipe.artifacts.loss_studies import LossStudyFile
 from aqnpipe.artifacts.parities import ParityFile
 from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.published import PublishedCheck
-from aqnpipe.artifacts.runs import CustomRewardMetrics, RunRecord, TrainingMetrics, has_digest, record_problems
+from aqnpipe.artifacts.runs import (
+    Cost,
+    CustomRewardMetrics,
+    RunRecord,
+    TrainingMetrics,
+    has_digest,
+    read_cost,
+    record_problems,
+)
 from aqnpipe.config.plan import StudyPlan, sigmas_name
 from aqnpipe.errors import DataError
 from aqnpipe.noise.receipts.receipt import EvaluationReceipts, Receipt

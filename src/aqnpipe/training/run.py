@@ -17,14 +17,16 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import CustomRewardMetrics, TrainingMetrics
 from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.data.examples import choose_examples, refuse_leak, refuse_overlap
 from aqnpipe.data.graders import grader, weighted_rewards
 from aqnpipe.data.prompts import (
     check_context,
     check_prompt_lengths,
+    choose_examples,
     end_of_response,
     format_prompt,
     prompt_token_ids,
+    refuse_leak,
+    refuse_overlap,
     tokenize_prompts,
 )
 from aqnpipe.data.scoring import is_correct

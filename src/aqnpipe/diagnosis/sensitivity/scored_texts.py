@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aqnpipe.config.dataset import PromptFormat
-from aqnpipe.data.examples import Example
-from aqnpipe.data.prompts import prompt_token_ids
+from aqnpipe.data.prompts import Example, prompt_token_ids
 from aqnpipe.errors import DataError
 
 if TYPE_CHECKING:

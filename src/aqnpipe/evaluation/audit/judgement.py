@@ -6,7 +6,7 @@ from pathlib import Path
 
 import polars as pl
 
-from aqnpipe.artifacts.evaluation_facts import EvaluationFacts, PassFacts, row_digest
+from aqnpipe.artifacts.evaluations import EvaluationFacts, PassFacts, row_digest
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.data.graders import columns_of, graders_of, pairs
 from aqnpipe.data.prompts import read_questions

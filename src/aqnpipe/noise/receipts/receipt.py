@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import Field
 
-from aqnpipe.artifacts.evaluation_facts import EvaluationFacts
+from aqnpipe.artifacts.evaluations import EvaluationFacts
 from aqnpipe.config.noise import FaultOrder, NoiseSpec, requested_size
 from aqnpipe.config.run import LossCondition
 from aqnpipe.errors import ReceiptError
