@@ -146,7 +146,12 @@ def read_table(path: Path, schema: type[pa.DataFrameModel]) -> pl.DataFrame:
 
 def validate_tables(tables: Mapping[Path, pl.DataFrame], schema: type[pa.DataFrameModel]) -> None:
     """Validate tables from `read_unchecked_table` together, in the time of one; DataError as in `read_table`."""
-    if tables and not _is_valid_together(list(tables.values()), schema):
+    joint = schema.to_schema().add_columns({_FILE: pa.Column(pl.UInt32)})
+    joint.unique = [_FILE, *joint.unique] if joint.unique else None
+    try:
+        if tables:
+            joint.validate(numbered_together(list(tables.values()), _FILE))
+    except (pa.errors.SchemaError, pl.exceptions.PolarsError):
         for path, table in tables.items():
             _validated(path, table, schema)
 
@@ -155,16 +160,6 @@ def numbered_together(tables: Sequence[pl.DataFrame], column: str) -> pl.DataFra
     """Return tables of one schema as one, with a `column` that numbers them."""
     numbers = np.repeat(np.arange(len(tables), dtype=np.uint32), [len(table) for table in tables])
     return pl.concat(tables).with_columns(pl.Series(column, numbers))
-
-
-def _is_valid_together(tables: Sequence[pl.DataFrame], schema: type[pa.DataFrameModel]) -> bool:
-    joint = schema.to_schema().add_columns({_FILE: pa.Column(pl.UInt32)})
-    joint.unique = [_FILE, *joint.unique] if joint.unique else None
-    try:
-        joint.validate(numbered_together(tables, _FILE))
-    except (pa.errors.SchemaError, pl.exceptions.PolarsError):
-        return False
-    return True
 
 
 def read_unchecked_table(path: Path) -> pl.DataFrame:

@@ -80,14 +80,13 @@ def audited_at_start(spec: TrainingSpec) -> list[int]:
     That is the first step on a rollout whose weights an earlier step on the same rollout has changed.
     """
     first = range(1, min(3, spec.num_steps) + 1)
-    moved = next((step for step in range(1, spec.num_steps + 1) if _has_ratios(spec, step)), 1)
-    return sorted({*first, moved})
-
-
-def _has_ratios(spec: TrainingSpec, step: int) -> bool:
-    """Return whether an update since the rollout of `step` had a learning rate above 0."""
-    updates = (step - 1) % spec.training.steps_per_rollout
-    return any(expected_learning_rate(spec, earlier) > 0 for earlier in range(step - updates, step))
+    size = spec.training.steps_per_rollout
+    moved = (
+        step
+        for step in range(1, spec.num_steps + 1)
+        if any(expected_learning_rate(spec, earlier) > 0 for earlier in range((step - 1) // size * size + 1, step))
+    )
+    return sorted({*first, next(moved, 1)})
 
 
 def expected_learning_rate(spec: TrainingSpec, step: int) -> float:
@@ -106,7 +105,12 @@ def fact_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str]:
 
     The first problem is the cause where one difference shows in several facts.
     """
-    return [*facts.problems, *_recomputation_problems(facts.recomputed), *_completeness_problems(facts, spec)]
+    differences = [
+        f"{name}: differs from its recomputation by {entry.worst:.3g} of what rounding allows"
+        for name, entry in facts.recomputed.items()
+        if not entry.worst <= 1
+    ]
+    return [*facts.problems, *differences, *_completeness_problems(facts, spec)]
 
 
 def recorded_fact_problems(
@@ -124,14 +128,6 @@ def recorded_fact_problems(
             if outputs_sha256.get(f"checkpoints/step{step}/{name}") != digest:
                 problems.append(f"the checkpoint of step {step} is not the weights that were in memory ({name})")
     return problems
-
-
-def _recomputation_problems(recomputed: Mapping[str, Recomputed]) -> list[str]:
-    return [
-        f"{name}: differs from its recomputation by {entry.worst:.3g} of what rounding allows"
-        for name, entry in recomputed.items()
-        if not entry.worst <= 1
-    ]
 
 
 def _completeness_problems(facts: TrainingFacts, spec: TrainingSpec) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter, WithJsonSchema
 
@@ -205,15 +205,11 @@ class AdaptiveSeeds(FrozenModel):
         return self.start + (look - 1) * self.step
 
 
-def _form(seeds: Any) -> str:
-    """Return the form in which seeds are given, so that mistakes in one are not judged as the other."""
-    return "AdaptiveSeeds" if isinstance(seeds, Mapping | AdaptiveSeeds) else "list"
-
-
 Seeds = Annotated[
-    Annotated[FixedSeeds, Tag("list")] | Annotated[AdaptiveSeeds, Tag("AdaptiveSeeds")], Discriminator(_form)
+    Annotated[FixedSeeds, Tag("list")] | Annotated[AdaptiveSeeds, Tag("AdaptiveSeeds")],
+    Discriminator(lambda seeds: "AdaptiveSeeds" if isinstance(seeds, Mapping | AdaptiveSeeds) else "list"),
 ]
-"""A list of seeds, or the rule by which they are added."""
+"""A list of seeds, or the rule by which they are added; mistakes in one form are not judged as the other."""
 
 
 def seed_numbers(seeds: tuple[int, ...] | AdaptiveSeeds) -> tuple[int, ...]:

@@ -80,30 +80,23 @@ class EvaluationNoise(FrozenModel):
 
     def spec_for(self, attention: str) -> NoiseSpec:
         """Return the noise of a pass on a model with that attention. Raises ConfigError if the two do not agree."""
-        if problem := self.attention_problem(attention):
-            raise ConfigError(problem)
         operators, modules, stored = self.operator_noise, self.module_noise, self.kv_cache
-        settings = {"attention": noised_attention(attention)}
+        computed = noised_attention(attention)
+        if operators is not None and is_fixed(operators.error) and computed != "decomposed":
+            raise ConfigError(
+                f"operator_noise.error.redraw: found never, the model computes attention {attention} as one operator, "
+                "expected attention eager, whose products have separate operands"
+            )
+        if operators is not None and operators.attention not in (None, computed):
+            raise ConfigError(
+                f"operator_noise.attention: found {operators.attention}, the model computes attention {attention}, "
+                f"whose noise is {computed}: leave attention out"
+            )
+        settings = {"attention": computed}
         return NoiseSpec(
             operator_noise=operators and OperatorNoise.model_validate(operators.model_dump() | settings),
             module_noise=modules and ModuleNoise.model_validate(modules.model_dump()),
             kv_cache=stored and CacheNoise(format=stored, phases=("evaluation",)),
-        )
-
-    def attention_problem(self, attention: str) -> str | None:
-        """Return why the noise on operators cannot be had with an implementation of attention; None if it can."""
-        computed = noised_attention(attention)
-        if self.operator_noise is not None and is_fixed(self.operator_noise.error) and computed != "decomposed":
-            return (
-                f"operator_noise.error.redraw: found never, the model computes attention {attention} as one operator, "
-                "expected attention eager, whose products have separate operands"
-            )
-        given = None if self.operator_noise is None else self.operator_noise.attention
-        if given in (None, computed):
-            return None
-        return (
-            f"operator_noise.attention: found {given}, the model computes attention {attention}, whose noise is "
-            f"{computed}: leave attention out"
         )
 
     @property
@@ -142,12 +135,9 @@ def preset(name: Preset) -> EvaluationNoise:
     return EvaluationNoise(operator_noise=_OperatorNoise(error=error, include_lm_head=False))
 
 
-def _kind_of(value: Any) -> str:
-    return "preset" if isinstance(value, str) else "settings"
-
-
 NamedNoise = Annotated[
-    Annotated[EvaluationNoise, Tag("settings")] | Annotated[Preset, Tag("preset")], Discriminator(_kind_of)
+    Annotated[EvaluationNoise, Tag("settings")] | Annotated[Preset, Tag("preset")],
+    Discriminator(lambda value: "preset" if isinstance(value, str) else "settings"),
 ]
 """Settings of a noise, or the name of a preset."""
 

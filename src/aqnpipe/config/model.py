@@ -106,11 +106,12 @@ class ModelConfig(FrozenModel):
             yield f"revision: found {self.revision!r}, expected none: {self.source!r} is not from the hub"
 
 
-def _as_source(value: Any) -> Any:
-    return {"source": value} if isinstance(value, str) else value
-
-
-CheckpointConfig = Annotated[ModelConfig, BeforeValidator(_as_source, json_schema_input_type=ModelConfig | str)]
+CheckpointConfig = Annotated[
+    ModelConfig,
+    BeforeValidator(
+        lambda value: {"source": value} if isinstance(value, str) else value, json_schema_input_type=ModelConfig | str
+    ),
+]
 """A model, or only its source."""
 
 

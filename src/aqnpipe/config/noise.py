@@ -216,7 +216,8 @@ class OperatorNoise(FrozenModel):
         unknown = set(self.layer_scales) - set(self.layers) if self.layers is not None else set()
         if unknown:
             yield f"layer_scales: layers {sorted(unknown)} are not among the noised layers"
-        if is_active(self.error) and not self._reaches_something:
+        is_in_layers = self.layers is None or any(self.layer_scales.get(layer, 1) > 0 for layer in self.layers)
+        if is_active(self.error) and not (self.include_lm_head or is_in_layers):
             yield (
                 "layers: no decoder layer has the error, and include_lm_head is false: expected layers, "
                 "include_lm_head: true, or for an arm without noise error.scale 0"
@@ -234,13 +235,6 @@ class OperatorNoise(FrozenModel):
                     "fake_quantization has no separate backward error (its backward products use the quantized "
                     "operands whenever actor_forward does), expected phases without backward"
                 )
-
-    @property
-    def _reaches_something(self) -> bool:
-        """Return whether a layer or the output projection has the error; unnamed layers have `error.scale`."""
-        if self.include_lm_head or self.layers is None:
-            return True
-        return any(self.layer_scales.get(layer, 1) > 0 for layer in self.layers)
 
     def is_in(self, layer: int | None) -> bool:
         """Return whether decoder layer `layer` (None: the output projection) is among those with the error."""
@@ -260,15 +254,10 @@ class OperatorNoise(FrozenModel):
 
         What is around has the error of the output projection where no layers are named, and its measured norms.
         """
-        head = self.error_in(None)
+        head, has_norms = self.error_in(None), isinstance(self.error, MeasuredError) and self.error.has_norms
         found = {layer: self.error_in(layer) for layer in range(num_layers)}
-        found |= {num_layers: head, num_layers + 1: head if self.layers is None or self.has_measured_norms else None}
+        found |= {num_layers: head, num_layers + 1: head if self.layers is None or has_norms else None}
         return {part: error for part, error in found.items() if error is not None}
-
-    @property
-    def has_measured_norms(self) -> bool:
-        """Return whether norms have a measured error."""
-        return isinstance(self.error, MeasuredError) and self.error.has_norms
 
     @property
     def is_active(self) -> bool:

@@ -146,12 +146,8 @@ def take_problems(
 def generate_problems(config: GeneratedDataset, split: Split) -> list[Problem]:
     """Return the problems of a split; DataError if more are requested than exist."""
     count = config.num_train if split == "train" else config.num_test
-    return take_problems(config.seed, split, difficulty_of(config), count, config.task)
-
-
-def difficulty_of(config: GeneratedDataset) -> Difficulty:
-    """Return the difficulty parameters of a data set."""
-    return Difficulty(config.min_steps, config.max_steps, config.max_number, config.distractor_probability)
+    limits = Difficulty(config.min_steps, config.max_steps, config.max_number, config.distractor_probability)
+    return take_problems(config.seed, split, limits, count, config.task)
 
 
 @dataclass

@@ -231,10 +231,11 @@ def _questions_and_answers(table: pl.DataFrame, config: StoredDataset, name: str
         if config.choices_column is not None:
             choices, labels = _choices(values[config.choices_column][row], where, config.choices_column)
             letter = _letter(answer, choices, labels, where, config.answer_column)
-            rows.append((_with_choices(question, choices), letter, letter))
+            listed = [f"{each}. {choice}" for each, choice in zip(LETTERS, choices, strict=False)]
+            rows.append(("\n".join([question, *listed]), letter, letter))
         else:
             text = _answer_text(answer, where, config)
-            rows.append((question, *_GOLD[config.answer_format](text, where)))
+            rows.append((question, *_worked_and_gold(text, config.answer_format, where)))
     found = pl.DataFrame(rows, schema=dict.fromkeys(("question", "answer", "gold_answer"), pl.String), orient="row")
     if config.cluster_column is None:
         return found
@@ -355,47 +356,24 @@ def _letter(answer: Any, choices: Sequence[str], labels: list[str], where: str, 
     )
 
 
-def _with_choices(question: str, choices: Sequence[str]) -> str:
-    return "\n".join([question, *(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))])
-
-
-def _gsm8k(text: str, where: str) -> tuple[str, str]:
-    gold = extract_answer(text, "strict")
+def _worked_and_gold(text: str, answers: AnswerFormat, where: str) -> tuple[str, str]:
+    """Return the worked answer and the gold answer in a text of a format."""
+    match answers:
+        case "gsm8k":
+            worked, gold, problem = text, extract_answer(text, "strict"), "has no `#### number`"
+        case "number":
+            gold, problem = normalise_number(text), "is not a number (answer_format: number)"
+            worked = f"#### {gold}"
+        case "boxed":
+            worked, gold, problem = text, boxed_answer(text) or None, "has no \\boxed{...}"
+        case _:
+            worked, gold, problem = text, text.strip() or None, "is empty, expected text"
     if gold is None:
-        raise DataError(f"{where}: answer {_shown(text)} has no `#### number`")
-    return text, gold
-
-
-def _number(text: str, where: str) -> tuple[str, str]:
-    number = normalise_number(text)
-    if number is None:
-        raise DataError(f"{where}: answer {_shown(text)} is not a number (answer_format: number)")
-    return f"#### {number}", number
-
-
-def _boxed(text: str, where: str) -> tuple[str, str]:
-    gold = boxed_answer(text)
-    if not gold:
-        raise DataError(f"{where}: answer {_shown(text)} has no \\boxed{{...}}")
-    return text, gold
-
-
-def _text(text: str, where: str) -> tuple[str, str]:
-    if not text.strip():
-        raise DataError(f"{where}: the answer is empty, expected text")
-    return text, text.strip()
+        raise DataError(f"{where}: answer {_shown(text)} {problem}")
+    return worked, gold
 
 
 def _shown(value: Any) -> str:
     """Return a value as messages show it: in quotes if it is text, and cut if it is long."""
     text = "a missing number" if isinstance(value, float) and math.isnan(value) else repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
-_GOLD: Mapping[AnswerFormat, Callable[[str, str], tuple[str, str]]] = {
-    "gsm8k": _gsm8k,
-    "number": _number,
-    "boxed": _boxed,
-    "text": _text,
-}
-"""For each format of answers, worked answer and gold answer of a text."""

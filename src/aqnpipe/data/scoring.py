@@ -124,19 +124,15 @@ def normalise_number(text: str) -> str | None:
 def grade(response: str, gold_answer: str, scorer: Scorer) -> Graded:
     """Return the answer that `scorer` finds in `response`, and whether it equals `gold_answer` for that scorer."""
     found = extract_answer(response, scorer)
-    if scorer in ("boxed", "letter", "text"):
-        return Graded(found, found is not None and _same(found, gold_answer, scorer))
+    if scorer == "boxed":
+        return Graded(found, found is not None and _same_formula(found, gold_answer))
+    if scorer in ("letter", "text"):
+        return Graded(found, found is not None and found.split() == gold_answer.split())
     if scorer == "verl_strict":
         return Graded(found, found == gold_answer.replace(",", ""))
     harness = scorer in ("harness_strict", "harness_flexible")
     gold = _harness_text(gold_answer) if harness else normalise_number(gold_answer)
     return Graded(found, found is not None and found == gold)
-
-
-def _same(found: str, gold_answer: str, scorer: Scorer) -> bool:
-    if scorer == "boxed":
-        return _same_formula(found, gold_answer)
-    return " ".join(found.split()) == " ".join(gold_answer.split())
 
 
 def is_correct(response: str, gold_answer: str, scorer: Scorer) -> bool:
