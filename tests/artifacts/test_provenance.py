@@ -1,4 +1,4 @@
-"""Code digests: what a stage depends on changes its digest, and nothing else does."""
+"""Code digests: what a stage depends on changes its digest, and nothing else does. Costs of jobs."""
 
 import ast
 import re
@@ -9,6 +9,8 @@ import pytest
 
 import aqnpipe
 from aqnpipe.artifacts.provenance import code_digest, code_of, dependencies, versions
+from aqnpipe.artifacts.runs import Cost, read_cost
+from aqnpipe.errors import DataError
 
 PACKAGE = Path(aqnpipe.__file__).parent
 RULES = Path(__file__).parents[2] / "workflow" / "rules"
@@ -238,3 +240,21 @@ def test_an_edit_changes_the_digests_of_the_stages_that_need_the_file(copied_pac
 
 def test_versions_name_what_decides_results():
     assert {"torch", "trl", "transformers"} <= set(versions())
+
+
+HEADER = "s\tmax_rss\tcpu_time\n"
+
+
+def test_the_costs_of_a_job_are_read(tmp_path):
+    path = tmp_path / "job.tsv"
+    path.write_text(HEADER + "27.54\t640.19\t12.23\n")
+    assert read_cost(path) == Cost(27.54, 12.23, 640.19)
+    assert read_cost(tmp_path / "none.tsv") is None
+
+
+@pytest.mark.parametrize("text", ["", HEADER, "x\ty\n1\t2\n", HEADER + "fast\n", HEADER + "1\tNA\t2\n"])
+def test_a_file_of_another_kind_is_refused(tmp_path, text):
+    path = tmp_path / "job.tsv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"job\.tsv: expected columns s, cpu_time and max_rss"):
+        read_cost(path)

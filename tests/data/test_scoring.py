@@ -1,16 +1,18 @@
-"""Scorers: hand-made cases, and comparison with the filters and metric of lm-evaluation-harness."""
+"""Scorers: cases by hand, the filters and metric of lm-evaluation-harness, and a second strict scorer."""
 
 import json
 import os
 import random
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from lm_harness import FILTERS, harness_grades
 
+from aqnpipe.config.evaluation import expected_scorer
 from aqnpipe.data.scoring import SCORERS, extract_answer, grade, is_correct, normalise_number
 
 TRANSCRIPTS = [
@@ -186,3 +188,125 @@ def test_the_gold_solutions_of_gsm8k_are_right_under_every_scorer(harness):
     assert_equal_to_the_harness(harness, golds, answers)
     for scorer in SCORERS:
         assert all(is_correct(answer, gold, scorer) for answer, gold in zip(answers, golds, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("response", "found"),
+    [
+        ("so \\boxed{42}.", "42"),
+        ("first \\boxed{1}, then \\boxed{2}", "2"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{7} and an open \\boxed{8", "7"),
+        ("no box: 42", None),
+        ("\\boxed{", None),
+    ],
+)
+def test_the_last_whole_box_counts(response, found):
+    assert extract_answer(response, "boxed") == found
+
+
+@pytest.mark.parametrize(
+    ("response", "gold", "right"),
+    [
+        ("\\boxed{1,000}", "1000.0", True),
+        ("\\boxed{\\dfrac{1}{2}}", "\\frac{1}{2}", True),
+        ("\\boxed{\\text{Monday}}", "Monday", True),
+        ("\\boxed{ x + 1 }", "x+1", True),
+        ("\\boxed{50\\%}", "50", True),
+        ("\\boxed{x+2}", "x+1", False),
+        ("\\boxed{}", "1", False),
+        ("42", "42", False),
+    ],
+)
+def test_boxed_answers_are_compared_as_numbers_or_formulas(response, gold, right):
+    assert grade(response, gold, "boxed").correct is right
+
+
+@pytest.mark.parametrize(
+    ("response", "found"),
+    [
+        ("B", "B"),
+        ("(C) because", "C"),
+        ("B. two", "B"),
+        ("The answer is (D).", "D"),
+        ("Answer: **A**", "A"),
+        ("The answer is B. No, the answer is C", "C"),
+        ("so \\boxed{A}", "A"),
+        ("Because of that", None),
+        ("A cat sat", "A"),
+        ("I think", "I"),
+        ("the answer is Apple", None),
+        ("", None),
+    ],
+)
+def test_letters_of_choices(response, found):
+    assert extract_answer(response, "letter") == found
+
+
+def test_texts_are_compared_without_regard_to_spaces():
+    assert grade("  new\n york ", "new york", "text").correct
+    assert not grade("New York", "new york", "text").correct
+    assert grade(" ", "x", "text").answer is None
+
+
+def test_scorers_that_cannot_fit_the_answers_are_named():
+    assert expected_scorer("strict", "choice") == "letter for answers of format choice"
+    assert expected_scorer("strict", "text") == "text or boxed for answers of format text"
+    assert expected_scorer("letter", "gsm8k") == "a scorer of numbers for answers of format gsm8k"
+    assert expected_scorer("boxed", "number") is None
+
+
+_MARK = "####"
+RESPONSES = st.text(alphabet="#-$,. 0157ab\n٣", max_size=24)
+
+
+@given(RESPONSES, st.text(alphabet="-$,.015", max_size=6))
+@example("--5", "5")
+@example(" abc #### 1,000.50", "1000.5")
+@example("#5", "5")
+@example("-0", "0")
+def test_the_strict_scorer_grades_as_a_second_one_does(text, gold):
+    for response in (text, f"####{text}"):
+        for right in (gold, response.replace("#", "").strip()):
+            assert _is_right(response, right) == is_correct(response, right, "strict")
+
+
+def _is_right(text: str, gold: str) -> bool:
+    answer = _marked_number(text)
+    return answer is not None and _value(answer) is not None and _value(answer) == _value(gold)
+
+
+def _marked_number(text: str) -> str | None:
+    """Return the first number that directly follows a mark, with its signs and separators; None if there is none."""
+    place = text.find(_MARK)
+    while place >= 0:
+        number = _number_at(text[place + len(_MARK) :].lstrip())
+        if number:
+            return number
+        place = text.find(_MARK, place + 1)
+    return None
+
+
+def _number_at(text: str) -> str:
+    """Return the number at the start of `text`: signs and a currency sign, digits with commas, and decimals."""
+    sign = 0
+    for allowed in "-$-":
+        sign += text[sign : sign + 1] == allowed
+    end = sign
+    while end < len(text) and (text[end].isdecimal() or (text[end] == "," and end > sign)):
+        end += 1
+    if end == sign:
+        return ""
+    decimals = end + 1
+    while decimals < len(text) and text[decimals].isdecimal():
+        decimals += 1
+    return text[: decimals if text[end : end + 1] == "." and decimals > end + 1 else end]
+
+
+def _value(number: str) -> Fraction | None:
+    """Return the exact value of a number as written in a text; None if it is not a number."""
+    plain = number.replace(",", "").replace("$", "").strip()
+    try:
+        return Fraction(plain) if "/" not in plain else None
+    except ValueError:
+        return None
