@@ -313,19 +313,6 @@ class ErrorFunction(Protocol):
         ...
 
 
-class ScheduleFunction(Protocol):
-    """A schedule: `def my_schedule(step, num_steps, num_epochs, **settings)` returns AQN's sigma.
-
-    step: optimiser steps that are done, from 0 to num_steps. It returns a finite number from 0 to the announced
-    `sigma_max`, the same for the same arguments: relative for noise on hidden states, in the units of the weights for
-    noise on norms.
-    """
-
-    def __call__(self, step: int, num_steps: int, num_epochs: int, **settings: CustomValue) -> float:
-        """Return sigma after `step` optimiser steps."""
-        ...
-
-
 _Size = Annotated[float, Field(ge=0)]
 
 
@@ -382,7 +369,12 @@ class CustomError(NamesCode):
 
 
 class CustomSchedule(NamesCode):
-    """A schedule of a user's own, which is a function of the contract `ScheduleFunction`."""
+    """A schedule of a user's own: `def my_schedule(step, num_steps, num_epochs, **settings)` returns AQN's sigma.
+
+    step: optimiser steps that are done, from 0 to num_steps. It returns a finite number from 0 to the announced
+    `sigma_max`, the same for the same arguments: relative for noise on hidden states, in the units of the weights for
+    noise on norms.
+    """
 
     kind: Literal["own"] = "own"
     function: CustomFunction
