@@ -42,15 +42,23 @@ def with_figures(
     _refuse_other_model(path, parity, dtype, attention, config or {}, weights_sha256)
     if parity.verdict == "stale weights":
         raise ConfigError(f"{path}: {parity.summary} Expected a parity of the same weights on both sides")
+    norms = [operator for operator in parity.operators if operator.is_norm]
+    # In files of older versions no norm has figures, or is a fault.
+    has_norms = any(norm.figures is not None or norm.verdict == "fault" for norm in norms)
     products = [operator for operator in parity.operators if operator.is_product]
-    figures = {operator.name: _figures_of(path, parity, operator) for operator in products}
-    of_norms = _norm_figures(path, parity)
-    if all(found.is_zero for found in (*figures.values(), *of_norms.values())):
+    judged = products + (norms if has_norms else [])
+    figures = {operator.name: _figures_of(path, parity, operator) for operator in judged}
+    if all(found.is_zero for found in figures.values()):
         raise ConfigError(
             f"{path}: linear modules, attention and norms give the same bits on both sides, so there is no noise"
         )
-    _refuse_missing_layers(path, figures, config or {})
-    return error.model_copy(update={"figures": figures | of_norms})
+    layers = {operator.layer for operator in products if operator.layer is not None}
+    num_layers = (config or {}).get("num_hidden_layers", len(layers))
+    if layers != set(range(int(str(num_layers)))) or "lm_head" not in figures:
+        raise ConfigError(
+            f"{path}: figures of layers {sorted(layers)}, expected those of {num_layers} layers and lm_head"
+        )
+    return error.model_copy(update={"figures": figures})
 
 
 def measured_layer_errors(path: Path, weights_sha256: str | None = None) -> dict[int, float]:
@@ -84,14 +92,6 @@ def spec_with_figures(
         )
 
     return replaced(spec, MeasuredError, change)
-
-
-def _norm_figures(path: Path, parity: ParityFile) -> dict[str, ErrorFigures]:
-    """Return the figures of all norms; nothing for files of older versions, in which no norm has any or is a fault."""
-    norms = [operator for operator in parity.operators if operator.is_norm]
-    if all(norm.figures is None and norm.verdict != "fault" for norm in norms):
-        return {}
-    return {norm.name: _figures_of(path, parity, norm) for norm in norms}
 
 
 def _figures_of(path: Path, parity: ParityFile, operator: OperatorParity) -> ErrorFigures:
@@ -135,12 +135,3 @@ def _refuse_other_model(
                 f"{how.rpartition(' ')[2]} {expected}; expected a parity whose first side is the machine that computes "
                 "here"
             )
-
-
-def _refuse_missing_layers(path: Path, figures: Mapping[str, ErrorFigures], config: Mapping[str, object]) -> None:
-    layers = {int(name.split(".")[1]) for name in figures if name.startswith("layers.")}
-    num_layers = config.get("num_hidden_layers", len(layers))
-    if layers != set(range(int(str(num_layers)))) or "lm_head" not in figures:
-        raise ConfigError(
-            f"{path}: figures of layers {sorted(layers)}, expected those of {num_layers} layers and lm_head"
-        )
