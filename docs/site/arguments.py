@@ -8,6 +8,8 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel
 from sphinx.util.typing import stringify_annotation
 
+from aqnpipe.config.schema import texts_of
+
 _BULLET = re.compile(r"- (\w+): (.*)")
 _FIXED = {"kind"}
 """Keys of models that have one possible value."""
@@ -34,8 +36,7 @@ def undescribed(obj: Any) -> set[str]:
 
 def _descriptions(obj: Any) -> dict[str, str]:
     """Return the descriptions of the keys of a model; nothing for other objects."""
-    fields = obj.model_fields.items() if _is_model(obj) else ()
-    return {name: _as_text(field.description) for name, field in fields if field.description}
+    return {name: _as_text(text) for name, text in texts_of(obj).items()} if _is_model(obj) else {}
 
 
 def _as_text(description: str) -> str:

@@ -221,8 +221,8 @@ def load_function(function: str) -> Callable[..., Any]:
     if _search_path(function)[-1] not in sys.path:
         sys.path.append(_search_path(function)[-1])
     is_alone = "." not in module_name and source.name != "__init__.py"
-    for path in _digested(function)[1] if is_alone else ():
-        spec = find_spec(path.stem) if path != source else None
+    for path in sorted(_beside(source, set()) - {source}) if is_alone else ():
+        spec = find_spec(path.stem)
         _refuse_hidden(function, path, None if spec is None else spec.origin)
     try:
         module = importlib.import_module(module_name)

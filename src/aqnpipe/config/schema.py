@@ -20,14 +20,15 @@ from aqnpipe.config.study import CheckpointStudyConfig, StudyConfig
 class _WithTexts(GenerateJsonSchema):
     def model_schema(self, schema: core_schema.ModelSchema) -> dict[str, Any]:
         found = super().model_schema(schema)
-        texts = _texts(schema["cls"])
-        for name, setting in found.get("properties", {}).items():
-            setting.update({"description": texts[name]} if name in texts else {})
+        texts = texts_of(schema["cls"])
+        for name, field in schema["cls"].model_fields.items():
+            if name in texts:
+                found["properties"][field.alias or name]["description"] = texts[name]
         return found
 
 
-def _texts(model: type[BaseModel]) -> dict[str, str]:
-    """Return the text below each setting of a model by the name of the setting in files, inherited ones too."""
+def texts_of(model: type[BaseModel]) -> dict[str, str]:
+    """Return the text below each setting of a model, inherited ones too; nothing for a setting without one."""
     found: dict[str, str | None] = {}
     for kind in reversed(model.__mro__[: model.__mro__.index(BaseModel)]):
         (source,) = ast.parse(dedent(inspect.getsource(kind))).body
@@ -35,7 +36,7 @@ def _texts(model: type[BaseModel]) -> dict[str, str]:
             if isinstance(setting, ast.AnnAssign) and isinstance(setting.target, ast.Name):
                 is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
                 found[setting.target.id] = " ".join(below.value.value.split()) if is_text else None
-    return {field.alias or name: text for name, field in model.model_fields.items() if (text := found.get(name))}
+    return {name: text for name, text in found.items() if text}
 
 
 def study_schema() -> str:
