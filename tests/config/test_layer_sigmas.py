@@ -67,19 +67,6 @@ def test_an_arm_with_sigmas_by_hand_is_compared_with_the_uniform_one(arms):
     assert ("by_hand", "uniform") in [(claim.treatment, claim.control) for claim in claims if claim.kind == "arms"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"layer_sigmas_from": "device", "sigmas": {"base_sigma": 1, "layer_sigmas": {0: 1}}}, "expected one of them"),
-        ({"targets": "hidden_states", "exclude": ("*",)}, "expected target_layers"),
-        ({"target_layers": ()}, "target_layers"),
-    ],
-)
-def test_contradicting_settings_are_refused(settings, problem):
-    with pytest.raises(ValueError, match=problem):
-        AdaptiveNoise(schedule=ConstantSigma(sigma=0.05), **settings)
-
-
 def test_defaults_add_nothing_to_records():
     assert set(AdaptiveNoise(schedule=ConstantSigma(sigma=0.05)).model_dump()) == {
         *("schedule", "targets", "layer_sigmas_from", "layer_sigmas_strategy"),

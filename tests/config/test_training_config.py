@@ -1,6 +1,3 @@
-import pytest
-from pydantic import ValidationError
-
 from aqnpipe.config.evaluation import EvaluationConfig
 from aqnpipe.config.training import TrainingConfig
 
@@ -37,12 +34,6 @@ def test_accumulation():
 def test_a_step_by_tokens_is_one_call_of_the_trainer():
     by_tokens = training(micro_batch_size=None, tokens_per_micro_batch=1000, num_workers=2)
     assert (by_tokens.sequences_per_call, by_tokens.accumulation_steps) == (64, 1)
-
-
-@pytest.mark.parametrize("sizes", [{"micro_batch_size": None}, {"tokens_per_micro_batch": 1000}])
-def test_micro_batches_are_by_sequences_or_by_tokens(sizes):
-    with pytest.raises(ValidationError, match="expected either micro_batch_size or tokens_per_micro_batch"):
-        training(**sizes)
 
 
 def test_the_clean_level_runs_once_and_noisy_levels_once_per_seed():

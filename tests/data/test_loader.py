@@ -329,12 +329,6 @@ def test_each_mistake_is_one_line(tmp_path, mistake):
     assert "\n" not in str(refused.value)
 
 
-def test_choices_and_their_format_need_each_other():
-    for settings in ({"answer_format": "choice"}, {"choices_column": "choices"}):
-        with pytest.raises(ValidationError, match="need each other"):
-            LocalDataset(source="local", path="x", **settings)
-
-
 def test_a_file_has_no_training_questions(tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps(ROW) + "\n")
     with pytest.raises(DataError, match="a file has test questions alone"):
