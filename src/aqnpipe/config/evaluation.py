@@ -157,13 +157,10 @@ def repeated_noise(noises: Mapping[str, NamedNoise]) -> str | None:
 
     It would be evaluated, compared and counted in the corrections for several claims twice.
     """
-    seen: list[tuple[str, EvaluationNoise]] = []
+    first: dict[str, str] = {}
     for name, noise in noises.items():
-        settings = settings_of(noise)
-        for earlier, other in seen:
-            if settings == other:
-                return f"{name}: found the noise of {earlier} again, expected another noise"
-        seen.append((name, settings))
+        if (earlier := first.setdefault(settings_of(noise).model_dump_json(), name)) != name:
+            return f"{name}: found the noise of {earlier} again, expected another noise"
     return None
 
 
