@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from aqnpipe.errors import AqnpipeError
+from aqnpipe.noise.kernels.gaussian import GROUP, NoiseStream
 from aqnpipe.noise.kernels.gaussian_cuda import philox, polar, sin_pi
-from aqnpipe.noise.kernels.stream import GROUP, NoiseStream
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

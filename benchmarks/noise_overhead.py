@@ -36,8 +36,7 @@ from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_model, load_tokenizer
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_relative_gaussian_
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 36, 24

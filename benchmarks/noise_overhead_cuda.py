@@ -32,8 +32,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from aqnpipe.config.noise import NoiseSpec, OperatorNoise, Phase, RelativeGaussian
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_relative_gaussian_
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 DEVICE = "cuda"

@@ -16,7 +16,7 @@ ROOT = Path(aqnpipe.__file__).parent
 LEAVES = frozenset({"errors", "seeding", "device", "error_bounds"})
 FOUNDATION = LEAVES | {"config", "artifacts"}
 MODELLING = FOUNDATION | {"data", "models", "noise.schedule", "noise.control_layers", "noise.receipts"}
-COMPUTING = MODELLING | {"machine", "noise", "noise.audit", "noise.injection", "noise.kernels", "generation"}
+COMPUTING = MODELLING | {"machine", "proof", "noise", "noise.injection", "noise.kernels", "generation"}
 AUDITED = COMPUTING | {"reference"}
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -34,12 +34,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "noise.control_layers": LEAVES,
     "noise.kernels": LEAVES | {"config"},
     "noise.receipts": FOUNDATION | {"models", "noise.schedule"},
-    # Independent of what it audits: neither the kernels nor the injection, and keys of its own.
-    "noise.audit": (FOUNDATION - {"seeding"}) | {"models", "noise.receipts"},
-    "noise.injection": FOUNDATION | {"machine", "proof", "models", "noise.kernels", "noise.receipts", "noise.audit"},
-    # A simulated machine, and the proof of what it did, which shares no code with it.
+    "noise.injection": FOUNDATION | {"machine", "proof", "models", "noise.kernels", "noise.receipts"},
+    # A simulated machine, and the proof of what it did, which shares no code with it and has keys of its own.
     "machine": FOUNDATION | {"models", "noise.kernels"},
-    "proof": (FOUNDATION - {"seeding"}) | {"models", "noise.audit", "noise.receipts"},
+    "proof": (FOUNDATION - {"seeding"}) | {"models", "noise.receipts"},
     "noise": FOUNDATION
     | {
         "machine",
@@ -50,7 +48,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "noise.kernels",
         "noise.receipts",
         "noise.injection",
-        "noise.audit",
     },
     "generation": COMPUTING - {"generation"},
     # What a trainer and a decoder must do, written a second time; knows neither of them.

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from aqnpipe.models.layout import rms_norms, weight_of
 from aqnpipe.noise import aqn
-from aqnpipe.noise.kernels.gaussian import standard_normal
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, standard_normal
 
 _AFTER_TRAINING = (("evaluate", "guided", 0, 1), *EVALUATE, *COMPARE)
 _KERNEL = "aqnpipe.noise.aqn.add_absolute_gaussian_"

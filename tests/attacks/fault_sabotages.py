@@ -10,8 +10,8 @@ from torch import Tensor
 
 _AFTER_TRAINING = (("evaluate", "guided", 0, 1), *EVALUATE, *COMPARE)
 _APPLY = "aqnpipe.noise.injection.faults.ActiveFault.apply"
-_THROUGH = "aqnpipe.noise.injection.fault_injection.FaultInjection._through"
-_FIND = "aqnpipe.noise.injection.fault_injection.FaultInjection._find"
+_THROUGH = "aqnpipe.noise.injection.faults.FaultInjection._through"
+_FIND = "aqnpipe.noise.injection.faults.FaultInjection._find"
 
 
 def _applied(act: Callable[..., Tensor]) -> Apply:

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from aqnpipe.machine.operators import Registration
-from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_relative_gaussian_
 
 _AFTER_TRAINING = (("evaluate", "guided", 0, 1), *EVALUATE, *COMPARE)
 
@@ -164,7 +163,7 @@ def _operator_unknown(*names: str) -> Apply:
 
     def make(original: Any) -> Any:
         took_effect()
-        return tuple(entry for entry in original if not entry.name.startswith(names))
+        return {name: build for name, build in original.items() if not name.startswith(names)}
 
     tables = ("_TABLE", "_ELEMENTWISE_TABLE")
     return replaced(*((f"aqnpipe.machine.operators.{table}", make) for table in tables))

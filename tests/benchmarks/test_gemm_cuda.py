@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from aqnpipe.errors import AqnpipeError
-from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_relative_gaussian_
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 

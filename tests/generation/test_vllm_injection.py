@@ -392,7 +392,7 @@ def test_an_operator_that_is_known_to_multiply_nothing_passes(own_operators, mon
     attention = engine.layers[1].module.self_attn
     attention.forward = lambda x: torch.ops.engine_test.rotary(type(attention).forward(attention, x))
     assert "engine_test.rotary in layers.1 had no" in problems(operators(), engine)
-    monkeypatch.setattr("aqnpipe.proof.operators.NO_PRODUCTS_OF_VLLM", {"engine_test.rotary"})
+    monkeypatch.setattr("aqnpipe.proof.operations.NO_PRODUCTS_OF_VLLM", {"engine_test.rotary"})
     assert not problems(operators(), engine)
 
 

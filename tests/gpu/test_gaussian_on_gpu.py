@@ -2,8 +2,7 @@ import pytest
 import torch
 from scipy import stats
 
-from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_, add_relative_gaussian_, standard_normal
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_absolute_gaussian_, add_relative_gaussian_, standard_normal
 
 pytest.importorskip("triton", reason="needs the package triton")
 

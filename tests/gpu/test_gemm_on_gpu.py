@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_relative_gaussian_
 
 pytest.importorskip("triton", reason="needs the package triton")
 

@@ -197,7 +197,7 @@ def test_the_same_study_gives_the_same_bytes(finished, model_dir, problems, tmp_
 
 
 def test_a_fault_that_changes_nothing_is_refused_and_nothing_is_written(model_dir, problems, tmp_path, monkeypatch):
-    monkeypatch.setattr("aqnpipe.noise.injection.faults.dead_zone", lambda hidden, m, top: hidden)
+    monkeypatch.setattr("aqnpipe.noise.injection.faults.faulty_values", lambda hidden, *_: hidden)
     with pytest.raises(ReceiptError, match=r"fault_only at magnitude 0\.05.*changed none of"):
         run(tmp_path, model_dir, problems, conditions=("fault_only",))
     assert list(tmp_path.iterdir()) == []

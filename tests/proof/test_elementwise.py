@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from aqnpipe.proof.elementwise import ELEMENTWISE
+from aqnpipe.proof.recompute import Draw
 
 aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ def sampled(operator, operands, named, count=64):
     schema = function._schema.arguments
     arguments = {argument.name: argument.default_value for argument in schema}
     arguments |= dict(zip((argument.name for argument in schema), operands, strict=False)) | named
-    return ELEMENTWISE[operator](arguments, result, np.random.default_rng(0), count), result
+    return ELEMENTWISE[operator](arguments, result, Draw(np.random.default_rng(0), count)), result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -6,9 +6,9 @@ import torch
 
 from aqnpipe.config.noise import MantissaTruncation, RelativeGaussian
 from aqnpipe.errors import ReceiptError
-from aqnpipe.noise.audit.random_numbers import Draws
 from aqnpipe.noise.receipts.table import Row
 from aqnpipe.proof.comparison import compare
+from aqnpipe.proof.random_numbers import Draws
 from aqnpipe.proof.receipt import MachineReceipt, cell_of
 from aqnpipe.proof.recompute import Sampled
 from aqnpipe.proof.request import AuditRequest

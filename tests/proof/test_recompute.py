@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from aqnpipe.proof.recompute import RECOMPUTED, numbered_in_order
+from aqnpipe.proof.recompute import RECOMPUTED, Draw, numbered_in_order
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def test_recomputed_values_are_those_of_torch(dtype):
         schema = function._schema.arguments
         arguments = {argument.name: argument.default_value for argument in schema}
         arguments |= dict(zip((argument.name for argument in schema), operands, strict=False)) | named
-        (found,) = RECOMPUTED[operator](arguments, result, rng, 64)
+        (found,) = RECOMPUTED[operator](arguments, result, Draw(rng, 64))
         assert (np.abs(found.found - found.exact) <= found.slack + found.after).all(), operator
         # The bound is no excuse: noise of 5 % is far beyond it in float32, and beyond it on average in bfloat16.
         size = np.median(np.abs(found.exact) * 0.05 / (found.slack + found.after))
@@ -79,7 +79,7 @@ def test_a_sum_whose_operands_are_below_the_smallest_normal_number_may_be_zero(f
     one, other = 2e-38 * random(64, 256), random(256, 64, dtype=torch.bfloat16)
     one = one.bfloat16()
     result = torch.where(one.abs() < 1.2e-38, 0.0, one) @ other if flushed else one @ other
-    (found,) = RECOMPUTED["mm"]({"self": one, "mat2": other}, result, np.random.default_rng(0), 4096)
+    (found,) = RECOMPUTED["mm"]({"self": one, "mat2": other}, result, Draw(np.random.default_rng(0), 4096))
     assert (np.abs(found.found - found.exact) <= found.slack + found.after).all()
     assert found.slack.max() < 1e-35
 
@@ -99,7 +99,7 @@ def test_gradients_of_attention_are_those_of_torch(dtype, shared, scale):
     arguments = dict(zip((argument.name for argument in function._schema.arguments), operands, strict=False))
     for _ in range(4):
         recompute = RECOMPUTED["_scaled_dot_product_flash_attention_for_cpu_backward"]
-        found = recompute(arguments, result, np.random.default_rng(0), 32)
+        found = recompute(arguments, result, Draw(np.random.default_rng(0), 32))
         assert len(found) == 3
         for sampled in found:
             assert (np.abs(sampled.found - sampled.exact) <= sampled.slack).all()
@@ -113,7 +113,7 @@ def test_gradients_of_attention_are_those_of_torch(dtype, shared, scale):
 def test_elements_are_numbered_as_they_lie_in_memory():
     first, second = random(5, 7), random(7, 3)
     transposed = (second.T @ first.T).T
-    (found,) = RECOMPUTED["mm"]({"self": first, "mat2": second}, transposed, np.random.default_rng(0), 64)
+    (found,) = RECOMPUTED["mm"]({"self": first, "mat2": second}, transposed, Draw(np.random.default_rng(0), 64))
     assert np.allclose(transposed.T.reshape(-1).double().numpy()[found.numbers], found.found)
     ordered = numbered_in_order(found, transposed)
     assert np.allclose(transposed.reshape(-1).double().numpy()[ordered.numbers], found.found)

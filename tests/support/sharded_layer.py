@@ -13,8 +13,8 @@ from torch import distributed
 from aqnpipe.config.noise import RelativeGaussian
 from aqnpipe.generation.vllm.tensor_parallel import exchanged
 from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.gaussian import NoiseStream
 from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
-from aqnpipe.noise.kernels.stream import NoiseStream
 
 ERROR = RelativeGaussian(scale=0.2)
 KEY = 11

@@ -9,7 +9,7 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError, TrainingError
-from aqnpipe.noise.injection.fault_injection import FaultInjection
+from aqnpipe.noise.injection.faults import FaultInjection
 from aqnpipe.noise.receipts.receipt import Receipt
 
 

@@ -36,8 +36,8 @@ from aqnpipe.models.layout import is_norm, is_rms_norm
 from aqnpipe.models.parts import PlaceHook
 from aqnpipe.noise.kernels.error_models import apply_error_, root_mean_squares
 from aqnpipe.noise.kernels.fixed import add_fixed_gaussian_
+from aqnpipe.noise.kernels.gaussian import NoiseStream
 from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
-from aqnpipe.noise.kernels.stream import NoiseStream
 from aqnpipe.seeding import derive_seed
 
 
@@ -153,7 +153,7 @@ class Machine:
         # Asked for every product; isinstance on a pydantic class is slow.
         self._is_quantized = isinstance(request.error, FakeQuantization)
         self._is_measured = isinstance(request.error, MeasuredError)
-        self._observe_outside = observe_outside
+        self.observe_outside = observe_outside
         self._note = note
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.places = Places(request.num_parts, self._key)
@@ -335,8 +335,8 @@ class Machine:
             apply_error_(values, error, source, *(() if input_rms is None else (input_rms,)))
         if self._note is not None:
             self._note(Noised(plan.phase, name, part, error, values, here.is_again, changed, shards))
-        if factors and part == self.places.outside and self._observe_outside is not None:
-            self._observe_outside(plan.phase, operator, values, factors, source)
+        if factors and part == self.places.outside and self.observe_outside is not None:
+            self.observe_outside(plan.phase, operator, values, factors, source)
         return result
 
     def _plan(self, operator: str, part: int, is_gradient: bool) -> _Plan:

@@ -9,7 +9,7 @@ those of `machine/places.py`. A layer that a backward pass computes again begins
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.noise import TensorError
 from aqnpipe.machine.machine import Noised, NoiseKey
 from aqnpipe.noise.kernels.error_models import apply_error_
-from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream
+from aqnpipe.noise.kernels.shards import apply_error_to_shards_
 
 _STREAM = 8
 _KEPT_PASSES = 256
@@ -33,16 +33,15 @@ _DEFINED.impl("module_error", torch.library.fallthrough_kernel, "Autograd")
 
 
 class ModuleError(NamedTuple):
-    """The error at one place: `operator` names it in receipts, `stream` its random numbers; `layer` as in receipts.
+    """The error at one place: `operator` names it in receipts, `stream` its random numbers.
 
     `shards`: the columns that a tensor-parallel worker has of the tensor; None if it has all.
     """
 
     operator: str
-    layer: int | None
     error: TensorError
     stream: str
-    shards: Sequence[Shard] | None = None
+    shards: Any = None
 
 
 class ModuleErrors:
@@ -94,7 +93,7 @@ class ModuleErrors:
                 del self._calls[next(iter(self._calls))]
             call = calls[place, is_again]
             calls[place, is_again] += 1
-            operator, _, error, stream, shards = self.errors[place]
+            operator, error, stream, shards = self.errors[place]
             source = NoiseStream(self._key.derived(stream, passed, place), call, _STREAM)
             if shards is None:
                 apply_error_(values, error, source)

@@ -13,10 +13,10 @@ convolution) run those without an error.
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,9 +89,8 @@ class _Inside(threading.local):
         self.depth = 0
 
 
-class _Entry(NamedTuple):
-    name: str
-    build: Callable[["Registration", str, Kernel], Kernel]
+Build = Callable[["Registration", str, Kernel], Kernel]
+"""Returns the kernel that replaces the native one of an operator."""
 
 
 class Registration:
@@ -113,7 +112,7 @@ class Registration:
         self._on_result = on_result
         self._whole_sums = whole_sums
         self._on_operands = on_operands
-        self._table = (*_TABLE, *(_ELEMENTWISE_TABLE if elementwise else ()), *(_CASTS if on_operands else ()))
+        self._table = {**_TABLE, **(_ELEMENTWISE_TABLE if elementwise else {}), **(_CASTS if on_operands else {})}
         self._inside = _Inside()
         self._library = torch.library.Library("aten", "IMPL")
         self._done: set[tuple[str, str]] = set()
@@ -128,12 +127,14 @@ class Registration:
             for backend in dispatch_keys():
                 # All of them before the first is replaced: a sum with a product calls the product's.
                 self._natives = {
-                    entry.name: kernel
-                    for entry in self._table
-                    if (entry.name, backend) not in self._done and (kernel := _kernel(entry.name, backend)) is not None
+                    name: kernel
+                    for name in self._table
+                    if (name, backend) not in self._done and (kernel := _kernel(name, backend)) is not None
                 }
-                for entry in self._table:
-                    self._replace(entry, backend)
+                for name, native in self._natives.items():
+                    kernel = self._table[name](self, name, native)
+                    self._library.impl(name, kernel, backend, with_keyset=True, allow_override=True)
+                    self._done.add((name, backend))
 
     def close(self) -> None:
         """Restore the kernels."""
@@ -147,15 +148,6 @@ class Registration:
             yield
         finally:
             self._inside.depth -= 1
-
-    def _replace(self, entry: _Entry, backend: str) -> None:
-        native = self._natives.get(entry.name)
-        if native is None:
-            return
-        self._library.impl(
-            entry.name, entry.build(self, entry.name, native), backend, with_keyset=True, allow_override=True
-        )
-        self._done.add((entry.name, backend))
 
     def _product(self, name: str, native: Kernel) -> Kernel:
         on_result, inside = self._on_result, self._inside
@@ -175,14 +167,17 @@ class Registration:
             return of_operands
         return product if operator in _PLAIN else composed
 
-    def _scaled_product(self, name: str, native: Kernel) -> Kernel:
-        def scaled_product(keys: Any, first: Tensor, second: Tensor, scale: Any, other: Any, *rest: Any) -> Any:
-            bias, *rest_of_all = rest or (None,)
-            result = self._alone(native, keys, first, second, scale, other, None, *rest_of_all)
-            result = self._noised(name, result, first.shape[-1])
-            return result if bias is None else result.add_(bias)
+    def _apart_from_bias(self, name: str, native: Kernel, *, position: int) -> Kernel:
+        """Return the kernel of a product of inputs and weight that adds the bias at this position of its operands."""
 
-        return scaled_product
+        def apart(keys: Any, *operands: Any) -> Any:
+            bias = operands[position] if len(operands) > position else None
+            weight = operands[1]
+            result = self._alone(native, keys, *operands[:position], None, *operands[position + 1 :])
+            result = self._noised(name, result, weight[0].numel())
+            return result if bias is None else result.add_(bias.reshape(-1, *[1] * (weight.dim() - 2)))
+
+        return apart
 
     def _sum(self, name: str, native: Kernel) -> Kernel:
         operator = SUMS[name]
@@ -238,49 +233,26 @@ class Registration:
 
         return into
 
-    def _attention(self, name: str, native: Kernel) -> Kernel:
-        def attention(keys: Any, *operands: Any, **named: Any) -> Any:
-            results = self._alone(native, keys, *operands, **named)
-            # Sums of as many terms as there are keys; one alone is weighted with 1.
-            first = self._noised(name, results[0], max(operands[1].shape[-2], 2))
-            return (first, *results[1:])
+    def _several(self, name: str, native: Kernel, *, count: int) -> Kernel:
+        """Return the kernel of an operator of which the first `count` results have an error, or its only one."""
+        exact = _kernel(name.removesuffix("_backward"), "CPU") if name.endswith("_for_cpu_backward") else None
 
-        return attention
-
-    def _attention_backward(self, name: str, native: Kernel) -> Kernel:
-        forward = name.removesuffix("_backward")
-        exact = _kernel(forward, "CPU") if forward.endswith("_for_cpu") else None
-
-        def attention_backward(keys: Any, *operands: Any, **named: Any) -> Any:
+        def several(keys: Any, *operands: Any, **named: Any) -> Any:
             if exact is not None:
                 # The gradient is of the exact attention, not of its error: the kernel's own output is made again.
-                operands = (*operands[:4], self._exact_output(exact, keys, operands, named), *operands[5:])
+                _, query, key, value, _, _, dropout, is_causal = operands[:8]
+                output = self._alone(exact, keys, query, key, value, dropout, is_causal, **named)[0]
+                operands = (*operands[:4], output, *operands[5:])
             results = self._alone(native, keys, *operands, **named)
-            return (*(self._gradient(name, result) for result in results[:3]), *results[3:])
+            # Sums of as many terms as there are keys, for example; one alone is weighted with 1.
+            if isinstance(results, Tensor):
+                return self._noised(name, results, 2)
+            found = (
+                each if each is None or not each.numel() else self._noised(name, each, 2) for each in results[:count]
+            )
+            return (*found, *results[count:])
 
-        return attention_backward
-
-    def _exact_output(self, exact: Kernel, keys: Any, operands: Sequence[Any], named: dict[str, Any]) -> Tensor:
-        _, query, key, value, _, _, dropout, is_causal = operands[:8]
-        found: Sequence[Tensor] = self._alone(exact, keys, query, key, value, dropout, is_causal, **named)
-        return found[0]
-
-    def _convolution(self, name: str, native: Kernel) -> Kernel:
-        def convolution(keys: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
-            result = self._alone(native, keys, inputs, weight, None, *rest)
-            result = self._noised(name, result, weight[0].numel())
-            if bias is None:
-                return result
-            return result.add_(bias.reshape(-1, *[1] * (weight.dim() - 2)))
-
-        return convolution
-
-    def _convolution_backward(self, name: str, native: Kernel) -> Kernel:
-        def convolution_backward(keys: Any, *operands: Any, **named: Any) -> Any:
-            results = self._alone(native, keys, *operands, **named)
-            return (*(self._gradient(name, result) for result in results[:2]), *results[2:])
-
-        return convolution_backward
+        return several
 
     def _softmax(self, name: str, native: Kernel) -> Kernel:
         def softmax(keys: Any, scores: Tensor, dim: int, *rest: Any) -> Tensor:
@@ -302,20 +274,6 @@ class Registration:
             return self._noised(name, self._alone(native, keys, gradient, exact, *rest), 2)
 
         return softmax_backward
-
-    def _elementwise(self, name: str, native: Kernel) -> Kernel:
-        num_noised = 3 if name == "native_layer_norm_backward" else 1
-
-        def elementwise(keys: Any, *operands: Any, **named: Any) -> Any:
-            results = self._alone(native, keys, *operands, **named)
-            if isinstance(results, Tensor):
-                return self._noised(name, results, 2)
-            return (*(self._gradient(name, each) for each in results[:num_noised]), *results[num_noised:])
-
-        return elementwise
-
-    def _gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
-        return gradient if gradient is None or not gradient.numel() else self._noised(name, gradient, 2)
 
     def _cast(self, name: str, native: Kernel) -> Kernel:
         def cast(keys: Any, source: Any, *operands: Any, **named: Any) -> Tensor:
@@ -373,30 +331,31 @@ def _kernel(name: str, backend: str) -> Kernel | None:
     return kernel
 
 
-_TABLE: tuple[_Entry, ...] = (
-    *(_Entry(name, Registration._product) for name in PRODUCTS if name != "_scaled_mm"),
-    _Entry("_scaled_mm", Registration._scaled_product),
-    *(_Entry(name, Registration._sum) for name in SUMS),
-    _Entry("addbmm", Registration._sum_of_batch),
-    _Entry("_addmm_activation", Registration._activated_sum),
-    *(_Entry(name, Registration._into) for name in INTO),
-    *(_Entry(name, Registration._attention) for name in ATTENTION),
-    *(_Entry(name, Registration._attention_backward) for name in ATTENTION_BACKWARD),
-    _Entry("convolution", Registration._convolution),
-    _Entry("convolution_backward", Registration._convolution_backward),
-)
+_TABLE: dict[str, Build] = {
+    **dict.fromkeys(PRODUCTS, Registration._product),
+    "_scaled_mm": partial(Registration._apart_from_bias, position=4),
+    **dict.fromkeys(SUMS, Registration._sum),
+    "addbmm": Registration._sum_of_batch,
+    "_addmm_activation": Registration._activated_sum,
+    **dict.fromkeys(INTO, Registration._into),
+    **dict.fromkeys(ATTENTION, partial(Registration._several, count=1)),
+    **dict.fromkeys(ATTENTION_BACKWARD, partial(Registration._several, count=3)),
+    "convolution": partial(Registration._apart_from_bias, position=2),
+    "convolution_backward": partial(Registration._several, count=2),
+}
 
-_ELEMENTWISE_TABLE: tuple[_Entry, ...] = (
-    *(_Entry(name, Registration._softmax) for name in SOFTMAX),
-    _Entry("_softmax_backward_data", Registration._softmax_backward),
-    *(_Entry(name, Registration._elementwise) for name in ACTIVATIONS),
-    *(_Entry(name, Registration._into) for name in INTO_ELEMENTWISE),
-)
+_ELEMENTWISE_TABLE: dict[str, Build] = {
+    **dict.fromkeys(SOFTMAX, Registration._softmax),
+    "_softmax_backward_data": Registration._softmax_backward,
+    **dict.fromkeys(ACTIVATIONS, partial(Registration._several, count=1)),
+    "native_layer_norm_backward": partial(Registration._several, count=3),
+    **dict.fromkeys(INTO_ELEMENTWISE, Registration._into),
+}
 
 ELEMENTWISE = frozenset({*SOFTMAX, "_softmax_backward_data", *ACTIVATIONS})
 """Names of softmax, activations, norms and their gradients."""
 
-_CASTS = (_Entry("_to_copy", Registration._cast),)
+_CASTS: dict[str, Build] = {"_to_copy": Registration._cast}
 
 NOISED = frozenset({*PRODUCTS, *ATTENTION, *ATTENTION_BACKWARD, "convolution", "convolution_backward"})
 """Names of the operators that have errors; the others of the table compute with them."""

@@ -27,6 +27,7 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ import torch
 from torch import nn
 
 from aqnpipe.errors import ModelError
-from aqnpipe.models.parts import PlaceHook
+from aqnpipe.models.parts import hooks_around
 
 CALLS_PER_VISIT = 1 << 20
 OTHER_NODES = 1 << 16
@@ -58,14 +59,16 @@ class Operator(NamedTuple):
     call: int
 
 
+@dataclass(slots=True)
 class Place:
     """A visit of a part, or what is outside; `calls` counts its operators, `others` products of no linear module."""
 
-    __slots__ = ("calls", "is_again", "key", "others", "part", "passed")
-
-    def __init__(self, passed: int, part: int, calls: int, key: int, is_again: bool) -> None:
-        self.passed, self.part, self.calls, self.key, self.is_again = passed, part, calls, key, is_again
-        self.others = 0
+    passed: int
+    part: int
+    calls: int
+    key: int
+    is_again: bool
+    others: int = 0
 
 
 class ThreadPlaces(threading.local):
@@ -108,24 +111,21 @@ class Places:
 
     def hooks(self, roots: Iterable[nn.Module], parts: Mapping[int, nn.Module]) -> list[Any]:
         """Register the hooks and return their handles; a call of one of `roots` that is in no other is a pass."""
-        handles: list[Any] = []
-        for root in roots:
-            handles.append(root.register_forward_pre_hook(PlaceHook(self.enter_root), prepend=True))
-            handles.append(root.register_forward_hook(PlaceHook(self.leave_root), always_call=True))
+        handles = [handle for root in roots for handle in hooks_around(root, self.enter_root, None, self.leave_root)]
         for part, module in parts.items():
             # The first of the hooks: what hooks of the program compute before a part is inside it, after it outside.
-            enter = PlaceHook(partial(self.enter_part, part))
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(PlaceHook(self.leave_part), always_call=True, prepend=True))
+            handles += hooks_around(module, partial(self.enter_part, part), self.leave_part)
         return handles
 
     def name_hooks(self, names: Mapping[nn.Module, str]) -> list[Any]:
         """Register hooks that note which of these modules computes, and return their handles."""
-        handles: list[Any] = []
-        for module, name in names.items():
-            handles.append(module.register_forward_pre_hook(PlaceHook(partial(self._enter_named, name))))
-            handles.append(module.register_forward_hook(PlaceHook(self._leave_named), always_call=True))
-        return handles
+        return [
+            handle
+            for module, name in names.items()
+            for handle in hooks_around(
+                module, partial(self._enter_named, name), None, self._leave_named, is_first=False
+            )
+        ]
 
     def _enter_named(self, name: str, *_: Any) -> None:
         self.local.names.append(name)

@@ -58,5 +58,28 @@ class PlaceHook:
         return PlaceHook, (_nothing,)
 
 
+def hooks_around(
+    module: nn.Module,
+    before: Callable[..., Any] | None = None,
+    own: Callable[..., Any] | None = None,
+    behind: Callable[..., Any] | None = None,
+    *,
+    is_first: bool = True,
+) -> list[Any]:
+    """Register hooks around calls of a module and return their handles.
+
+    `before` a call, with (module, args, kwargs): ahead of all other hooks if `is_first`. With (module, args, output):
+    `own` ahead of all other hooks behind the call, and `behind` them. Both get the output None after an exception.
+    """
+    handles: list[Any] = []
+    if before is not None:
+        handles.append(module.register_forward_pre_hook(PlaceHook(before), with_kwargs=True, prepend=is_first))
+    if own is not None:
+        handles.append(module.register_forward_hook(PlaceHook(own), prepend=True, always_call=True))
+    if behind is not None:
+        handles.append(module.register_forward_hook(PlaceHook(behind), always_call=True))
+    return handles
+
+
 def _nothing(*_: Any) -> None:
     pass

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from aqnpipe.config.noise import AdaptiveNoise, Phase
 from aqnpipe.errors import ConfigError
 from aqnpipe.models.layout import decoder_layers, layer_of, norms_sha256, rms_norms, weight_of
-from aqnpipe.noise.audit.expected_values import wrong_weights
-from aqnpipe.noise.audit.random_numbers import key_at_step
-from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_absolute_gaussian_
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import AQN, SYNC, Row
+from aqnpipe.proof.comparison import wrong_weights
+from aqnpipe.proof.random_numbers import derived_key
 from aqnpipe.seeding import derive_seed
 
 
@@ -88,7 +87,7 @@ def _noised_norm_weights(
     clean = {name: weight.detach().clone() for name, weight in weights.items()}
     hash_before = norms_sha256(model)
     # What is compared, and with which numbers, does not depend on what was put on.
-    due, rng = recorder.position(seed, step), np.random.default_rng(key_at_step(seed, "audit.aqn", step))
+    due, rng = recorder.position(seed, step), np.random.default_rng(derived_key(seed, "audit.aqn", step))
     try:
         seen = Row("rollout")
         with torch.no_grad():

@@ -99,12 +99,11 @@ def noisy(
         )
     except ValidationError as problem:
         raise ConfigError(f"noisy: {describe_validation_error(problem)}") from problem
-    is_all = operators == "all"
     # Each operator of each layer has a measured error of its own.
     errors = requested.errors_by_part(len(decoder_layers(model))) if isinstance(error, MeasuredError) else None
-    asked = AuditRequest(
-        requested.error, int(seed), (0, 0, 0), stream, selected, backward, elementwise=is_all, errors=errors
-    )
+    elementwise = operators == "all"
+    start = (0, 0, 0)
+    asked = AuditRequest(requested.error, int(seed), start, stream, selected, backward, None, elementwise, errors)
     if receipt is None:
         receipt = NoiseReceipt(model, asked)
     elif not receipt.is_of(model, asked):
@@ -112,11 +111,7 @@ def noisy(
     step = receipt.next_step if step is None else int(step)
     receipt.next_step = step + 1
     modules = dict(enumerate(parts.modules.values()))
-    audit = Audit(asked._replace(position=(step, 0, 0)), receipt, len(modules))
-    key = NoiseKey(int(seed), step)
-    request = Request(asked.error, key, len(modules), stream, selected, backward, elementwise=is_all, errors=errors)
-    machine = Machine(request, audit.observe_outside)
-    audit.exactly = machine.exactly
+    machine, audit = machine_and_audit(asked._replace(position=(step, 0, 0)), receipt, len(modules))
     with ExitStack() as stack:
         stack.callback(lambda: receipt.count(machine.counts))
         stack.enter_context(machine.running(parts.roots, modules))
@@ -130,6 +125,25 @@ def noisy(
                 "backward: a context ended without a backward pass, which computes exact gradients behind it; expected "
                 "backward() within the context, or no_grad()",
             )
+
+
+def machine_and_audit(asked: AuditRequest, receipt: MachineReceipt, outside: int) -> tuple[Machine, Audit]:
+    """Return a machine that does what is `asked`, and its audit, which says what it finds in `receipt`."""
+    audit = Audit(asked, receipt, outside)
+    request = Request(
+        asked.error,
+        NoiseKey(asked.seed, *asked.position),
+        outside,
+        asked.stream,
+        asked.selected,
+        asked.backward,
+        asked.operators,
+        asked.elementwise,
+        asked.errors,
+    )
+    machine = Machine(request, audit.observe_outside)
+    audit.exactly = machine.exactly
+    return machine, audit
 
 
 def _with_figures(model: Any, error: MeasuredError, operators: str, backward: bool) -> MeasuredError:

@@ -32,16 +32,14 @@ from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import FakeQuantization, Fault, OperatorSet, OutputErrorModel, PlacedError
 from aqnpipe.errors import ConfigError, ModelError
-from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.operators import ELEMENTWISE, NOISED
 from aqnpipe.models.layout import decoder_layers, output_projection
 from aqnpipe.models.parts import PlaceHook, parts_of
 from aqnpipe.models.sites import site_module
 from aqnpipe.noise.injection.faults import FaultHook
-from aqnpipe.noise.kernels.stream import NoiseStream
-from aqnpipe.noise.noisy import with_figures_of
+from aqnpipe.noise.kernels.gaussian import NoiseStream
+from aqnpipe.noise.noisy import machine_and_audit, with_figures_of
 from aqnpipe.noise.receipts.table import Row, fault_operator
-from aqnpipe.proof.audit import Audit
 from aqnpipe.proof.observation import watch_backward
 from aqnpipe.proof.receipt import MachineReceipt
 from aqnpipe.proof.request import AuditRequest
@@ -145,20 +143,11 @@ class _Program:
         )
         self._faults = _rows_of(settings.faults, self.receipt)
         error = with_figures(settings.error) if isinstance(settings.error, MeasuredError) else settings.error
-        places: dict[str, Any] = {"error": error, "operators": self._operators, "errors": self._errors}
-        asked = settings.requested._replace(selected=self._selected, **places)
-        self._audit = Audit(asked, self.receipt, _OUTSIDE)
-        request = Request(
-            key=NoiseKey(settings.seed),
-            num_parts=_OUTSIDE,
-            stream=_STREAM,
-            parts=self._selected,
-            backward=settings.backward,
-            elementwise=asked.elementwise,
-            **places,
+        asked = settings.requested._replace(
+            error=error, selected=self._selected, operators=self._operators, errors=self._errors
         )
-        self._machine = Machine(request, self._observe_outside)
-        self._audit.exactly = self._machine.exactly
+        self._machine, self._audit = machine_and_audit(asked, self.receipt, _OUTSIDE)
+        self._machine.observe_outside = self._observe_outside
 
     def start(self) -> None:
         """Replace the kernels and watch modules, optimisers and backward passes."""

@@ -20,27 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.config.noise import MeasuredError
 from aqnpipe.errors import ModelError
 from aqnpipe.models.calls import num_tokens
-from aqnpipe.models.layout import is_norm, is_rms_norm
-from aqnpipe.models.parts import PlaceHook
-from aqnpipe.noise.audit.random_numbers import Draws
-from aqnpipe.proof.comparison import best_explained, compare, compare_exact
-from aqnpipe.proof.launches import watch_launches
-from aqnpipe.proof.linear import factors_of, linears_of, product_node, watch_linears, watch_unobserved
-from aqnpipe.proof.modules import watch_modules
-from aqnpipe.proof.names import watch_names
-from aqnpipe.proof.norms import watch_norms
-from aqnpipe.proof.observation import Observation, Visit, watch_backward
-from aqnpipe.proof.operations import (
-    machine_name,
-)
-from aqnpipe.proof.operators import PLAIN, VISIT, AuditThread, OperatorAudit
-from aqnpipe.proof.outputs import watch_outputs
+from aqnpipe.models.parts import PlaceHook, hooks_around
+from aqnpipe.proof.comparison import compare_exact
+from aqnpipe.proof.linear import PLAIN, factors_of, linears_of, product_node, watch_unobserved
+from aqnpipe.proof.observation import VISIT, AuditThread, Observation, Visit, watch_backward
+from aqnpipe.proof.operations import machine_name
+from aqnpipe.proof.operators import OperatorAudit
+from aqnpipe.proof.outputs import OutputWatch
+from aqnpipe.proof.random_numbers import Draws
 from aqnpipe.proof.receipt import MachineReceipt, cell_of
 from aqnpipe.proof.recompute import Arguments, Shards, in_whole
 from aqnpipe.proof.request import AuditRequest
+from aqnpipe.proof.watches import Watches
 
 _EXPECTED_AUDITS = 4
 _LEAST_SHARE = 1 / 64
@@ -75,14 +68,9 @@ class Audit(OperatorAudit):
         self, roots: Sequence[nn.Module], modules: Mapping[int, nn.Module], names: Mapping[int, str]
     ) -> list[Any]:
         """Audit a model: an outermost call of one of `roots` is a pass, `modules` are its parts by number."""
-        handles: list[Any] = []
         self._names |= names
-        for root in roots:
-            self._models[root] = modules
-            enter = PlaceHook(self.enter)
-            handles.append(root.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-            handles.append(root.register_forward_hook(PlaceHook(self._leave), always_call=True))
-        return handles
+        self._models |= dict.fromkeys(roots, modules)
+        return [handle for root in roots for handle in hooks_around(root, self.enter, None, self._leave)]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -92,12 +80,8 @@ class Audit(OperatorAudit):
             yield
         finally:
             end()
-            local = self._local
-            for observation in (local.current, local.pending):
-                if observation is not None:
-                    observation.close()
-            local.current = local.pending = None
-            local.forget_unobserved()
+            self._local.close("current", "pending")
+            self._local.forget_unobserved()
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -116,9 +100,7 @@ class Audit(OperatorAudit):
         local.running.append(module)
         if len(local.running) > 1 or torch._C._current_autograd_node() is not None:
             return
-        if local.current is not None:
-            local.current.close()
-            local.current = None
+        local.close("current")
         with self._lock:
             self.receipt.forward.passes += 1
             number = self.receipt.forward.passes
@@ -131,21 +113,19 @@ class Audit(OperatorAudit):
         root, has_gradients = list(self._models).index(module), torch.is_grad_enabled()
         kind = ONE_TOKEN if self.reads_one_token(args, kwargs) else SEVERAL_TOKENS
         kind += ("" if root == 0 else f" of model {root}") + (WITH_GRADIENTS if has_gradients else "")
-        chance = float(self._draws.random())
+        chance, share = float(self._draw.rng.random()), max(_LEAST_SHARE, _EXPECTED_AUDITS / number)
         self.receipt.forward.gradient_passes += has_gradients
         lacks_backward = has_gradients and self.request.backward and not self._has_backward()
-        if (
-            kind not in self.receipt.forward.audited_whole
-            or lacks_backward
-            or chance < max(_LEAST_WHOLE_SHARE, 1 / number)
-        ):
-            self._observe(local, self._models[module], kind)
-        elif self._models[module] and chance < max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
-            part = int(self._draws.choice(list(self._models[module])))
-            self._observe(local, {part: self._models[module][part]}, None)
-            self._check_unobserved(local, {one: each for one, each in self._models[module].items() if one != part})
-        elif float(self._draws.random()) < max(_LEAST_SHARE, _EXPECTED_AUDITS / number):
-            self._check_unobserved(local, self._models[module])
+        is_new = kind not in self.receipt.forward.audited_whole or lacks_backward
+        parts = self._models[module]
+        if is_new or chance < max(_LEAST_WHOLE_SHARE, 1 / number):
+            self._observe(local, parts, kind)
+        elif parts and chance < share:
+            part = int(self._draw.rng.choice(list(parts)))
+            self._observe(local, {part: parts[part]}, None)
+            self._check_unobserved(local, {one: each for one, each in parts.items() if one != part})
+        elif float(self._draw.rng.random()) < share:
+            self._check_unobserved(local, parts)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         local = self._local
@@ -163,15 +143,14 @@ class Audit(OperatorAudit):
         if current.kind is not None and output is not None:
             self.receipt.forward.audited_whole.add(current.kind)
             for where in current.uncalled_norms.values():
-                self._wrong_result(where, "was never called")
+                self.receipt.note(f"{where} was never called")
             for one in self.request.outputs:
                 if one.faults and one.module not in current.compared_outputs:
-                    self._note(f"{one.where} was not computed again, and its fault not proven")
+                    self.receipt.note(f"{one.where} was not computed again, and its fault not proven")
             if not self.receipt.forward.flops and self.request.counts_operations:
                 self.receipt.forward.add(flops=current.operations, noised_flops=current.noised_operations)
             if (self._observes_gradients or self.checks_exact) and current.kind.endswith(WITH_GRADIENTS):
-                if local.pending is not None:
-                    local.pending.close()
+                local.close("pending")
                 local.pending = current
                 return
         if self.request.late:
@@ -182,76 +161,31 @@ class Audit(OperatorAudit):
 
     def _observe(self, local: AuditThread, modules: Mapping[int, nn.Module], kind: str | None) -> None:
         """Observe this pass: all of it if it has a kind, otherwise the given part alone."""
+        request, receipt = self.request, self.receipt
         self.before_observed()
-        self.receipt.forward.add(audited_passes={SINGLE_LAYERS if kind is None else kind: 1})
+        receipt.forward.add(audited_passes={SINGLE_LAYERS if kind is None else kind: 1})
         earlier = local.pending if kind is not None and kind.endswith(WITH_GRADIENTS) else None
-        observation = local.current = Observation(
-            self.observe, kind, local.passes + (self._number_of_thread() << 32), self._outside
-        )
+        observation = local.current = Observation(self.observe, kind, self._passed(local), self._outside)
         if earlier is not None:
             # A backward pass may be through both graphs, or through the earlier one.
-            local.pending = None
-            earlier.close()
+            local.close("pending")
             observation.starts, observation.calls = earlier.starts, earlier.calls
-        ends: list[tuple[nn.Module, PlaceHook]] = []
         for part, module in modules.items():
             enter, leave = partial(self._enter_part, observation, part), partial(self._leave_part, observation)
-            observation.handles.append(module.register_forward_pre_hook(PlaceHook(enter), prepend=True))
-            observation.handles.append(module.register_forward_hook(PlaceHook(leave), always_call=True, prepend=True))
-            if kind is None or part in self.request.late:
+            observation.watch(module, enter, leave)
+        # The outermost model that has these parts.
+        model = next(root for root, parts in self._models.items() if modules.items() <= parts.items())
+        watches = Watches(request, observation, modules, self._names, receipt.note, receipt.note_escape)
+        watches.install(model, self._outside)
+        outputs = [one for one in request.outputs if kind is not None or one.part in modules]
+        OutputWatch(observation, self._fault_key, receipt.note).install(outputs)
+        for part, module in modules.items():
+            if kind is None or part in request.late:
                 # Behind all other hooks of the part: errors on its output belong to it.
-                end = PlaceHook(partial(self._end_part, observation))
-                ends.append((module, end))
-        if self.request.elementwise or self._watches_norms:
-            norms = self._norms_of(modules, is_whole=kind is not None)
-            behind = self.request.changed_behind
-            followed = {norm for norm, part in norms.items() if behind is not None and part not in behind}
-            named = {norm: f"a norm in {self._names[part]}" for norm, part in norms.items()}
-            observation.handles += watch_norms(observation, named, self.request.backward, self._wrong_result, followed)
-            if self._is_measured and kind is not None:
-                observation.uncalled_norms = {norm: named[norm] for norm in followed}
-        observation.handles += self._watch_results(observation, modules)
-        if self._is_measured and any(self.request.error_at(part) is not None for part in modules):
-            observation.handles += watch_names(observation, self._whole(modules))
-        observation.handles += watch_linears(observation, self._linears_of(modules), self._note)
-        observation.handles += watch_modules(observation, self.request.modules, modules, kind is None, self._note)
-        observation.handles += watch_outputs(
-            observation, self.request.outputs, modules, kind is None, self._fault_key, self._note
-        )
-        observation.handles += [module.register_forward_hook(end, always_call=True) for module, end in ends]
+                observation.watch(module, None, None, partial(self._end_part, observation))
         if kind is not None:
             observation.note_start(observation.passed, self._outside, observation.next_visit(self._outside))
             observation.switch_on()
-
-    def _watch_results(self, observation: Observation, modules: Mapping[int, nn.Module]) -> list[Any]:
-        """Watch the modules of parts that compute one operator as a whole, and those with columns of a whole."""
-        request = self.request
-        named = {module: name for module, (part, name) in request.results.items() if part in modules}
-        changed = request.changed_behind or ()
-        followed = {module for module in named if request.results[module][0] not in changed}
-        handles: list[Any] = []
-        for module, (part, shards) in request.shards.items():
-            if part in modules:
-                enter, leave = (
-                    partial(self._enter_shards, observation, shards),
-                    partial(self._leave_shards, observation),
-                )
-                handles.append(module.register_forward_pre_hook(PlaceHook(enter), prepend=True))
-                handles.append(module.register_forward_hook(PlaceHook(leave), always_call=True))
-        handles += watch_norms(observation, named, False, self._wrong_result, followed, are_whole=True)
-        return handles + (watch_launches(partial(self._launched, observation)) if request.watches_launches else [])
-
-    def _enter_shards(self, observation: Observation, shards: Shards, *_: Any) -> None:
-        observation.shards.append(shards)
-
-    def _leave_shards(self, observation: Observation, *_: Any) -> None:
-        if observation.shards:
-            observation.shards.pop()
-
-    def _launched(self, observation: Observation, kernel: str) -> None:
-        here = observation.stack[-1].part
-        if observation.is_on and not observation.inside_results and self.request.error_at(here) is not None:
-            self.receipt.note_escape(f"triton.{kernel} in {self._names[here]}")
 
     def _has_backward(self) -> bool:
         """Return whether a backward pass was compared, or so many were not that it would cost too much to go on."""
@@ -259,21 +193,13 @@ class Audit(OperatorAudit):
             row.recomputed for row in list(self.receipt.rows.values()) if row.phase == "backward"
         )
 
-    def _linears_of(self, modules: Mapping[int, nn.Module]) -> dict[nn.Module, tuple[int, str]]:
-        # Measured errors depend on the name of the operator, and those of operands on both factors.
-        if self._is_measured or self._is_quantized:
-            return {}
-        if self.request.linears is not None:
-            return {linear: place for linear, place in self.request.linears.items() if place[0] in modules}
-        return linears_of(modules, self._names)
-
     def _check_unobserved(self, local: AuditThread, modules: Mapping[int, nn.Module]) -> None:
         """Compare the output of one linear module in a pass that is not observed."""
-        linears = list(self._linears_of(modules).items())
+        linears = list(linears_of(self.request, modules, self._names).items())
         if linears:
-            linear, (part, _) = linears[int(self._draws.integers(len(linears)))]
-            passed = local.passes + (self._number_of_thread() << 32)
-            local.unobserved += watch_unobserved(linear, modules[part], partial(self._compare_unobserved, part, passed))
+            linear, (part, _) = linears[int(self._draw.rng.integers(len(linears)))]
+            compared = partial(self._compare_unobserved, part, self._passed(local))
+            local.unobserved += watch_unobserved(linear, modules[part], compared)
 
     def _compare_unobserved(self, part: int, passed: int, module: nn.Module, args: Any, output: Any) -> None:
         factors = factors_of(module, args, output)
@@ -329,14 +255,13 @@ class Audit(OperatorAudit):
             return
         key = self._key(phase, passed, part)
         numbers = ((call, stream) for call in range(1, _MOST_CALLS) for stream in streams)
-        with self.exactly():
-            tried = (compare(found, error, Draws.of(key, *number), result.dtype) for number in numbers)
-            seen = best_explained(tried)
-        self._record(cell, found, error, result.dtype, seen)
+        self._compare(cell, found, error, result.dtype, (Draws.of(key, *number) for number in numbers))
 
-    def _number_of_thread(self) -> int:
+    def _passed(self, local: AuditThread) -> int:
+        """Return the number of the present pass: that in its thread, and behind it that of the thread."""
         name = threading.current_thread().name.encode("utf-8")
-        return 0 if threading.get_ident() == self._thread else binascii.crc32(name) // 4
+        thread = 0 if threading.get_ident() == self._thread else binascii.crc32(name) // 4
+        return local.passes + (thread << 32)
 
     def _enter_part(self, observation: Observation, part: int, *_: Any) -> None:
         if observation is not self._local.current:
@@ -346,12 +271,11 @@ class Audit(OperatorAudit):
             passed, visit = observation.passed, observation.next_visit(part)
         else:
             start = observation.start_of(node._sequence_nr())
-            passed = observation.passed if start is None or start.passed is None else start.passed
+            passed = observation.passed if start is None else start.passed
             visit = start.visit if start is not None and start.part == part else 0
         # A layer of a pass that was not observed is computed again.
         is_lost = node is not None and start is None
-        observation.stack.append(Visit(passed, part, visit * VISIT, node is not None))
-        observation.stack[-1].is_lost = is_lost
+        observation.stack.append(Visit(passed, part, visit * VISIT, node is not None, is_lost))
         observation.note_start(None if is_lost else passed, part, visit)
         if (observation.kind is None or part in self.request.late) and node is None and not observation.is_on:
             observation.switch_on()
@@ -371,23 +295,6 @@ class Audit(OperatorAudit):
         is_again = torch._C._current_autograd_node() is not None
         if observation is self._local.current and len(observation.stack) == 1 and not is_again:
             observation.switch_off()
-
-    def _whole(self, modules: Mapping[int, nn.Module]) -> nn.Module:
-        """Return the outermost model that has these parts."""
-        return next(root for root, parts in self._models.items() if modules.items() <= parts.items())
-
-    def _norms_of(self, modules: Mapping[int, nn.Module], *, is_whole: bool) -> dict[nn.Module, int]:
-        """Return the norms that have errors, with their parts: RMSNorms of layers, or all norms if measured."""
-        chosen = is_norm if self._is_measured else is_rms_norm
-        found = {norm: part for part, module in modules.items() for norm in module.modules() if chosen(norm)}
-        if self._is_measured and is_whole:
-            outside = (norm for norm in self._whole(modules).modules() if chosen(norm) and norm not in found)
-            found |= dict.fromkeys(outside, self._outside)
-        return {norm: part for norm, part in found.items() if self.request.error_at(part) is not None}
-
-    @property
-    def _watches_norms(self) -> bool:
-        return isinstance(self.request.error, MeasuredError) and self.request.error.has_norms
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -409,9 +316,3 @@ class Audit(OperatorAudit):
             local.current = None
             if (missing := pending.expected_gradients - pending.norm_gradients) > 0:
                 self.receipt.note_escape("the gradient of a norm's input", missing)
-
-    def _wrong_result(self, where: str, what: str | None) -> None:
-        if what is None:
-            self.receipt.note_escape(where)
-        else:
-            self._note(f"{where} {what}")

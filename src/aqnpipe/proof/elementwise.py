@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from aqnpipe.error_bounds import gamma
-from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray
-from aqnpipe.proof.recompute import Arguments, Recompute, Sampled, at, drawn, wide
+from aqnpipe.proof.random_numbers import FloatArray, IntArray
+from aqnpipe.proof.recompute import Arguments, Draw, Indices, Recompute, Sampled, at, of_elements, unchanged, wide
+from aqnpipe.proof.recompute import with_rounding as _sampled
 
 _ROWS = 3
 _UNIT = 2.0**-24
@@ -32,18 +33,13 @@ class Rows(NamedTuple):
         return tuple(found)
 
 
-def _sampled(result: Tensor, place: tuple[IntArray, ...], exact: FloatArray, slack: FloatArray) -> Sampled:
-    info = torch.finfo(result.dtype)
-    return Sampled.of(result, place, exact, slack + info.eps * np.abs(exact) + info.tiny)
-
-
-def _softmax(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+def _softmax(arguments: Arguments, result: Tensor, draw: Draw) -> list[Sampled | None]:
     scores, dim, *_ = arguments.values()
     if not result.dim() or not result.numel():
         return [None]
     dim %= result.dim()
     others = [size for axis, size in enumerate(result.shape) if axis != dim]
-    number = rng.integers(0, int(np.prod(others)), min(_ROWS, int(np.prod(others))))
+    number = draw.rng.integers(0, int(np.prod(others)), min(_ROWS, int(np.prod(others))))
     lead = np.unravel_index(number, tuple(others)) if others else ()
     length = result.shape[dim]
     rows = Rows(dim, lead, np.zeros((len(number) if others else 1, length)))
@@ -59,13 +55,10 @@ def _softmax(arguments: Arguments, result: Tensor, rng: np.random.Generator, cou
     finite = np.where(np.isfinite(below), np.abs(below), 0.0)
     unit = 2.0**-53 if result.dtype == torch.float64 else _UNIT
     slack = exact * ((2 * finite + 8) * unit + gamma(length, unit))
-    found = _sampled(result, rows.place(), exact.reshape(-1), slack.reshape(-1))
-    return [found._replace(row=length)]
+    return [_sampled(result, rows.place(), exact.reshape(-1), slack.reshape(-1), row=length)]
 
 
-def _softmax_backward(
-    arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int
-) -> list[Sampled | None]:
+def _softmax_backward(arguments: Arguments, result: Tensor, draw: Draw) -> list[Sampled | None]:
     gradient, noised, *_ = arguments.values()
     rows: Rows | None = getattr(noised.untyped_storage(), "_proof_rows", None)
     if rows is None:
@@ -74,7 +67,7 @@ def _softmax_backward(
     exact = rows.exact * (towards - (rows.exact * towards).sum(-1, keepdims=True))
     size = rows.exact * (np.abs(towards) + (rows.exact * np.abs(towards)).sum(-1, keepdims=True))
     slack = size * (2 * gamma(rows.exact.shape[-1] + 8) + 2 * torch.finfo(noised.dtype).eps)
-    chosen = rng.integers(0, exact.size, min(count, exact.size))
+    chosen = draw.rng.integers(0, exact.size, min(draw.num_elements, exact.size))
     place = tuple(axis[chosen] for axis in rows.place())
     return [_sampled(result, place, exact.reshape(-1)[chosen], slack.reshape(-1)[chosen])]
 
@@ -102,27 +95,20 @@ def _activation(name: str, arguments: Arguments, x: FloatArray) -> tuple[FloatAr
 
 
 def _forward_of(name: str) -> Recompute:
-    def recompute(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
-        if not result.numel():
-            return [None]
-        place = drawn(result, rng, count)
+    def values(arguments: Arguments, result: Tensor, place: Indices) -> Sampled:
         x = at(next(iter(arguments.values())), place)
-        return [_sampled(result, place, x * _activation(name, arguments, x)[0], 32 * _UNIT * np.abs(x))]
+        return _sampled(result, place, x * _activation(name, arguments, x)[0], 32 * _UNIT * np.abs(x))
 
-    return recompute
+    return of_elements(values)
 
 
 def _backward_of(name: str) -> Recompute:
-    def recompute(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
-        if not result.numel():
-            return [None]
-        gradient, inputs, *_ = arguments.values()
-        place = drawn(result, rng, count)
-        towards, x = at(gradient, place), at(inputs, place)
+    def values(arguments: Arguments, result: Tensor, place: Indices) -> Sampled:
+        towards, x = (at(operand, place) for operand in list(arguments.values())[:2])
         factor, slope = _activation(name, arguments, x)
-        return [_sampled(result, place, towards * (factor + x * slope), 64 * _UNIT * np.abs(towards) * (1 + np.abs(x)))]
+        return _sampled(result, place, towards * (factor + x * slope), 64 * _UNIT * np.abs(towards) * (1 + np.abs(x)))
 
-    return recompute
+    return of_elements(values)
 
 
 def _rows_of(tensor: Tensor, rows: Any, width: int) -> FloatArray:
@@ -136,11 +122,11 @@ def _standardised(arguments: Arguments, x: FloatArray) -> tuple[FloatArray, Floa
     return centred * scale, scale
 
 
-def _layer_norm(arguments: Arguments, result: Any, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+def _layer_norm(arguments: Arguments, result: Any, draw: Draw) -> list[Sampled | None]:
     output, width = result[0], int(np.prod(arguments["normalized_shape"]))
     if not output.numel():
         return [None]
-    rows = rng.integers(0, output.numel() // width, _ROWS)
+    rows = draw.rng.integers(0, output.numel() // width, _ROWS)
     x = _rows_of(arguments["input"], rows, width)
     found, scale = _standardised(arguments, x)
     size = (np.abs(x) + np.abs(x).mean(-1, keepdims=True)) * scale
@@ -149,12 +135,10 @@ def _layer_norm(arguments: Arguments, result: Any, rng: np.random.Generator, cou
         found, size = found * wide(weight.reshape(-1)), size * np.abs(wide(weight.reshape(-1)))
     if bias is not None:
         found, size = found + wide(bias.reshape(-1)), size + np.abs(wide(bias.reshape(-1)))
-    return [_of_rows(output, rows, found, 4 * gamma(width + 8) * size, rng, count)]
+    return [_of_rows(output, rows, found, 4 * gamma(width + 8) * size, draw)]
 
 
-def _layer_norm_backward(
-    arguments: Arguments, result: Any, rng: np.random.Generator, count: int
-) -> list[Sampled | None]:
+def _layer_norm_backward(arguments: Arguments, result: Any, draw: Draw) -> list[Sampled | None]:
     gradient, inputs, weight = (arguments[name] for name in ("grad_out", "input", "weight"))
     width = int(np.prod(arguments["normalized_shape"]))
     mean, scale = wide(arguments["mean"]).reshape(-1, 1), wide(arguments["rstd"]).reshape(-1, 1)
@@ -162,23 +146,19 @@ def _layer_norm_backward(
     of_input, *of_parameters = result
     epsilon = torch.finfo(inputs.dtype).eps
     if of_input is not None and of_input.numel():
-        rows = rng.integers(0, of_input.numel() // width, _ROWS)
+        rows = draw.rng.integers(0, of_input.numel() // width, _ROWS)
         towards = _rows_of(gradient, rows, width) * (1.0 if weight is None else wide(weight.reshape(-1)))
         x = (_rows_of(inputs, rows, width) - mean[rows]) * scale[rows]
         along = (towards * x).mean(-1, keepdims=True)
         exact = (towards - towards.mean(-1, keepdims=True) - x * along) * scale[rows]
-        sizes = (
-            np.abs(towards),
-            np.abs(towards).mean(-1, keepdims=True),
-            np.abs(x) * np.abs(towards * x).mean(-1, keepdims=True),
-        )
-        found.append(
-            _of_rows(of_input, rows, exact, (4 * gamma(width + 8) + epsilon) * sum(sizes) * scale[rows], rng, count)
-        )
+        size = np.abs(towards) + np.abs(towards).mean(-1, keepdims=True)
+        size += np.abs(x) * np.abs(towards * x).mean(-1, keepdims=True)
+        slack = (4 * gamma(width + 8) + epsilon) * size * scale[rows]
+        found.append(_of_rows(of_input, rows, exact, slack, draw))
     for of_weight, parameter in zip((True, False), of_parameters, strict=True):
         if parameter is None or not parameter.numel():
             continue
-        columns = rng.integers(0, width, min(count, width))
+        columns = draw.rng.integers(0, width, min(draw.num_elements, width))
         index = torch.from_numpy(columns)
         terms = wide(gradient.reshape(-1, width)[:, index])
         if of_weight:
@@ -189,21 +169,15 @@ def _layer_norm_backward(
     return found
 
 
-def _of_rows(
-    result: Tensor, rows: IntArray, exact: FloatArray, slack: FloatArray, rng: np.random.Generator, count: int
-) -> Sampled:
-    row, column = rng.integers(0, exact.shape[0], count), rng.integers(0, exact.shape[1], count)
+def _of_rows(result: Tensor, rows: IntArray, exact: FloatArray, slack: FloatArray, draw: Draw) -> Sampled:
+    row, column = (draw.rng.integers(0, size, draw.num_elements) for size in exact.shape)
     place = np.unravel_index(rows[row] * exact.shape[1] + column, tuple(result.shape))
     return _sampled(result, place, exact[row, column], slack[row, column])
 
 
-def _norm(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
-    """The exact value is the operand itself: hooks put the error of a norm on what its module has computed."""
+def _norm(arguments: Arguments, result: Tensor, place: Indices) -> Sampled:
     (operand,) = arguments.values()
-    if not result.numel():
-        return [None]
-    place = drawn(result, rng, count)
-    return [Sampled.of(result, place, at(operand, place), np.zeros(len(place[0])))]
+    return unchanged(operand, result, place)
 
 
 ELEMENTWISE: Mapping[str, Recompute] = {
@@ -216,7 +190,7 @@ ELEMENTWISE: Mapping[str, Recompute] = {
     "gelu_backward": _backward_of("gelu"),
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
-    "norm": _norm,
-    "norm_gradient": _norm,
+    "norm": of_elements(_norm),
+    "norm_gradient": of_elements(_norm),
 }
 """How the results of softmax, activations and norms are recomputed. Those of norms are operators of this package."""

@@ -10,67 +10,54 @@ operators of its part is not known there, and may be any.
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from aqnpipe.config.noise import FakeQuantization, MeasuredError
 from aqnpipe.device import is_being_captured
-from aqnpipe.models.parts import PlaceHook
+from aqnpipe.models.parts import hooks_around
 from aqnpipe.proof.observation import Observation, first_of, is_same
+from aqnpipe.proof.request import AuditRequest
 
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = frozenset((Tensor, nn.Parameter))
+"""Kinds of tensors whose operators are seen; subclasses compute with others."""
 
 _KEPT_ROWS = 4
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
-def linears_of(modules: Mapping[int, nn.Module], names: Mapping[int, str]) -> dict[nn.Module, tuple[int, str]]:
+def linears_of(
+    request: AuditRequest, modules: Mapping[int, nn.Module], names: Mapping[int, str]
+) -> dict[nn.Module, tuple[int, str]]:
     """Return the linear modules of parts with their part and path; those of adapters and quantised ones are others."""
+    if isinstance(request.error, MeasuredError | FakeQuantization):
+        # Measured errors depend on the name of the operator, and those of operands on both factors.
+        return {}
+    if request.linears is not None:
+        return {linear: place for linear, place in request.linears.items() if place[0] in modules}
     return {
         linear: (part, f"{names[part]}.{path}" if path else names[part])
         for part, module in modules.items()
         for path, linear in module.named_modules()
-        if type(linear) is nn.Linear and type(linear.weight) in _PLAIN
+        if type(linear) is nn.Linear and type(linear.weight) in PLAIN
     }
 
 
-def watch_linears(
-    observation: Observation, linears: Mapping[nn.Module, tuple[int, str]], note: Callable[[str], None]
-) -> list[Any]:
-    """Register hooks and return their handles; `note` gets a line for each output that is not that of its product."""
-    handles = []
-    for linear, (_, name) in linears.items():
-        leave, last = (PlaceHook(partial(_leave, observation, name, note, is_first)) for is_first in (True, False))
-        handles.append(linear.register_forward_hook(leave, prepend=True))
-        # Behind hooks that an earlier run may have left.
-        handles.append(linear.register_forward_hook(last))
-    return handles
-
-
-def _leave(
-    observation: Observation,
-    name: str,
-    note: Callable[[str], None],
-    is_first: bool,
-    module: nn.Module,
-    args: Any,
-    output: Any,
-) -> None:
-    is_here = observation.is_on and threading.get_ident() == observation.thread
-    output = first_of(output)
-    if not is_here or type(output) not in _PLAIN or not output.numel() or observation.stack[-1].is_lost:
-        return
+def output_problem(observation: Observation, module: nn.Module, output: Any, is_first: bool) -> str | None:
+    """Return what is wrong with the output of a linear module, ahead of its hooks if `is_first`, else behind them."""
+    if type(output) not in PLAIN or not output.numel() or observation.stack[-1].is_lost:
+        return None
     latest = observation.latest
     if is_same(latest, output):
         is_changed = bool(output._version) if not output.is_inference() else _has_changed(observation)
-        if is_changed:
-            note(f"the output of {name} was changed in place behind its product")
-    elif is_first and not _is_sum(latest, getattr(module, "bias", None), output):
-        note(f"the output of {name} is not the result of its product, so other code computes in its place")
+        return "was changed in place behind its product" if is_changed else None
+    if is_first and not _is_sum(latest, getattr(module, "bias", None), output):
+        return "is not the result of its product, so other code computes in its place"
+    return None
 
 
 def values_of(product: Tensor) -> Tensor:
@@ -101,7 +88,7 @@ def watch_unobserved(linear: nn.Module, part: nn.Module, compare: Callable[..., 
 
     def enter(*_: Any) -> None:
         if threading.get_ident() == thread and torch._C._current_autograd_node() is None:
-            inside.append(linear.register_forward_hook(PlaceHook(leave_linear), prepend=True))
+            inside.extend(hooks_around(linear, own=leave_linear))
 
     def leave_linear(*call: Any) -> None:
         if threading.get_ident() == thread and inside:
@@ -114,10 +101,7 @@ def watch_unobserved(linear: nn.Module, part: nn.Module, compare: Callable[..., 
                 handle.remove()
             inside.clear()
 
-    handles = [
-        part.register_forward_pre_hook(PlaceHook(enter)),
-        part.register_forward_hook(PlaceHook(leave), always_call=True),
-    ]
+    handles = hooks_around(part, enter, None, leave, is_first=False)
     return handles
 
 
@@ -144,11 +128,12 @@ def factors_of(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[s
     if (
         not isinstance(inputs, Tensor)
         or not isinstance(weight, Tensor)
+        or not isinstance(output, Tensor)
         or inputs.dim() < 2
         or not inputs.dtype == weight.dtype == output.dtype
     ):
         return None
-    if type(weight) not in _PLAIN or weight.device != output.device or is_being_captured(output):
+    if type(weight) not in PLAIN or weight.device != output.device or is_being_captured(output):
         return None
     with torch.no_grad():
         matrix = inputs.detach().reshape(-1, inputs.shape[-1])

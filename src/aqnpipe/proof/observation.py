@@ -5,60 +5,66 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aqnpipe.noise.audit.classification import MatrixParameters
+from aqnpipe.models.parts import hooks_around
+from aqnpipe.proof.operations import MatrixParameters
 from aqnpipe.proof.quantized import Weights
 from aqnpipe.proof.recompute import Shards
 
+VISIT = 2**20
+"""Numbers of the operators of a visit of a part."""
+
 
 class Start(NamedTuple):
-    """Where the forward pass was from a node on; `passed` is None for nodes of other passes."""
+    """Where the forward pass was from a node on."""
 
     node: int
-    passed: int | None
+    passed: int
     part: int
     visit: int
 
 
+@dataclass(slots=True)
 class Visit:
-    """A visit of a part; `calls` counts its operators. What follows an unknown operator in it is lost."""
+    """A visit of a part; `calls` counts its operators, `others` products of no linear module.
 
-    __slots__ = ("calls", "is_again", "is_lost", "others", "part", "passed")
+    What follows an unknown operator in it is lost.
+    """
 
-    def __init__(self, passed: int, part: int, calls: int, is_again: bool) -> None:
-        self.passed, self.part, self.calls, self.is_again = passed, part, calls, is_again
-        self.is_lost = False
-        # Products of no linear module.
-        self.others = 0
-
-
-class NormCall:
-    """A call of a norm: `before` results of norms had been seen; `own`: what its own code returned."""
-
-    __slots__ = ("before", "own")
-
-    def __init__(self, before: int) -> None:
-        self.before = before
-        self.own: Any = None
+    passed: int
+    part: int
+    calls: int
+    is_again: bool
+    is_lost: bool = False
+    others: int = 0
 
 
+@dataclass(slots=True)
+class ResultCall:
+    """A call of a module whose result has an error: `before` such results had been seen; `own`: what it computed."""
+
+    before: int
+    own: Any = None
+
+
+@dataclass(slots=True)
 class OutputCall:
-    """Output of a module before its hooks, the thresholds of its faults then, and the errors on it since.
+    """Output of a module before its hooks, its version and the thresholds of its faults then; and `errors` on it since.
 
     An error is the place of it, and the values before and behind it.
     """
 
-    __slots__ = ("errors", "own", "thresholds", "version")
-
-    def __init__(self, own: Tensor, thresholds: dict[int, Tensor | None]) -> None:
-        self.own, self.thresholds = own, thresholds
-        self.version = 0 if own.is_inference() else own._version
-        self.errors: list[tuple[int, Tensor, Tensor]] = []
+    own: Tensor
+    version: int
+    thresholds: dict[int, Tensor | None]
+    errors: list[tuple[int, Tensor, Tensor]]
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -85,26 +91,27 @@ class Observation:
         self.passed = passed
         self.is_on = False
         self.stack = [Visit(passed, outside, 0, False)]
-        self.visits: dict[int, int] = {}
-        self.starts: list[Start] = []
+        self.visits: Counter[int] = Counter()
+        # By the number of the first node; None for nodes of other passes.
+        self.starts: list[tuple[int, Start | None]] = []
         self.calls: dict[int, tuple[int, int, int]] = {}
         self.handles: list[Any] = []
         self.node = -1
         self.nth = 0
         self.weights = Weights()
-        # Norms that are modules: results and gradients seen, calls that run, gradients to be seen.
-        self.norms = self.norm_gradients = self.expected_gradients = 0
-        self.around_norms: list[NormCall] = []
+        # Modules whose result has an error: results and gradients seen, calls that run, gradients to be seen.
+        self.results = self.norm_gradients = self.expected_gradients = 0
+        self.around_results: list[ResultCall] = []
         self.uncalled_norms: dict[nn.Module, str] = {}
         # Modules that run and compute one operator as a whole.
         self.inside_results = 0
-        # The columns that a tensor-parallel worker has of the results of the modules that run.
+        # Of the modules that run: the columns of results that a tensor-parallel worker has, and measured names.
         self.shards: list[Shards] = []
-        # The latest norm's value before and after its error, and the latest value that got an error on a module.
-        self.latest_norm: tuple[Tensor, Tensor] | None = None
+        self.names: list[str] = []
+        # The latest such value before and after its error, and the latest value that got an error on a module.
+        self.latest_result: tuple[Tensor, Tensor] | None = None
         self.with_module_error: Tensor | None = None
         self.operations = self.noised_operations = 0
-        self.names: list[str] = []
         # Of the product that was observed last, and in inference mode, where nobody counts changes, values of it.
         self.latest: Tensor | None = None
         self.latest_values: Tensor | None = None
@@ -113,6 +120,10 @@ class Observation:
         # The output whose hooks run at present, and the modules whose outputs were computed again.
         self.at_output: OutputCall | None = None
         self.compared_outputs: set[nn.Module] = set()
+
+    def watch(self, module: nn.Module, *hooks: Callable[..., Any] | None, is_first: bool = True) -> None:
+        """Register hooks on a module until the observation ends; see `hooks_around`."""
+        self.handles += hooks_around(module, *hooks, is_first=is_first)
 
     def module_call(self, place: int) -> tuple[int | None, int]:
         """Return the pass of this call of a place with an error on a module, and its number in the pass from 0.
@@ -132,19 +143,19 @@ class Observation:
 
     def start_of(self, node: int) -> Start | None:
         """Return where the forward pass was when it made a node; None for nodes of other passes."""
-        index = bisect_right([start.node for start in self.starts], node) - 1
-        found = self.starts[index] if index >= 0 else None
-        return None if found is None or found.passed is None else found
+        index = bisect_right(self.starts, node, key=itemgetter(0)) - 1
+        return self.starts[index][1] if index >= 0 else None
 
     def note_start(self, passed: int | None, part: int, visit: int) -> None:
         """Note that the next nodes of the backward graph belong to a part."""
         if torch.is_grad_enabled():
-            self.starts.append(Start(torch.autograd._get_sequence_nr(), passed, part, visit))
+            node = torch.autograd._get_sequence_nr()
+            self.starts.append((node, None if passed is None else Start(node, passed, part, visit)))
 
     def next_visit(self, part: int) -> int:
         """Return the number of this visit of a part."""
-        self.visits[part] = self.visits.get(part, -1) + 1
-        return self.visits[part]
+        self.visits[part] += 1
+        return self.visits[part] - 1
 
     def switch_on(self) -> None:
         """Observe this thread from now on."""
@@ -165,7 +176,7 @@ class Observation:
         self.handles = []
         self.latest = self.latest_values = None
         self.module_results.clear()
-        self.latest_norm = self.with_module_error = self.at_output = None
+        self.latest_result = self.with_module_error = self.at_output = None
 
 
 class Mode(TorchDispatchMode):
@@ -186,6 +197,29 @@ class Mode(TorchDispatchMode):
 
 Observe = Callable[[Mode, Any, Any, Any, Mapping[str, Any]], Any]
 """Runs an operator and looks at its result: mode, function, types, arguments, named arguments."""
+
+
+class AuditThread(threading.local):
+    """Passes and observations of one thread."""
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+        self.passes = -1
+        self.current: Observation | None = None
+        self.pending: Observation | None = None
+        self.unobserved: list[Any] = []
+
+    def close(self, *names: str) -> None:
+        """End observations, by the names of their fields."""
+        for name in names:
+            if (observation := getattr(self, name)) is not None:
+                observation.close()
+                setattr(self, name, None)
+
+    def forget_unobserved(self) -> None:
+        """Remove the hook on a module of a pass that is not observed."""
+        while self.unobserved:
+            self.unobserved.pop().remove()
 
 
 def watch_backward(watched: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:

@@ -6,18 +6,17 @@ channels and its random numbers, each derived a second time. A layer of which no
 computed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from aqnpipe.config.noise import Fault
-from aqnpipe.models.parts import PlaceHook
-from aqnpipe.noise.audit.random_numbers import derived_key
-from aqnpipe.proof.observation import Observation, OutputCall, is_same
+from aqnpipe.proof.observation import Observation, OutputCall, first_of, is_same
+from aqnpipe.proof.random_numbers import derived_key
+from aqnpipe.proof.request import RequestedFault, RequestedOutput
 
 _SPIKES = 0.01
 """Probability of a spike per element at magnitude 1."""
@@ -32,121 +31,80 @@ _UNITS = 4.0
 """Allowed difference of a faulty value, in spacings of its number format."""
 
 
-class RequestedFault(NamedTuple):
-    """A fault that was requested of a site, by its number among those of the machine.
-
-    `threshold` returns the reference that an earlier call left for it, in float32; None if it has none.
-    """
-
-    number: int
-    fault: Fault
-    threshold: Callable[[], Tensor | None]
-
-
-class RequestedOutput(NamedTuple):
-    """Request to the output of a module; `where` names it, `stream` the random numbers of its faults.
-
-    `noise` is the place of the noise on hidden states that comes between faults, None if there is none.
-    """
-
-    module: nn.Module
-    part: int
-    where: str
-    stream: str
-    faults: tuple[RequestedFault, ...] = ()
-    noise: int | None = None
-
-    def steps(self, *, before_noise: bool) -> list[tuple[RequestedFault, int]]:
-        """Return the faults before or behind the noise, in order, each with the number of its application."""
-        left_out = "after_noise" if before_noise else "before_noise"
-        if self.noise is None:
-            return [] if before_noise else [(one, 1) for one in self.faults]
-        return [(one, int(not before_noise)) for one in self.faults if one.fault.order != left_out]
-
-
 Key = Callable[[str, int, int, int], int]
 """Key of random numbers: stream, pass, number of the fault, number of its application."""
 
 
-def watch_outputs(
-    observation: Observation,
-    requested: Sequence[RequestedOutput],
-    parts: Mapping[int, nn.Module],
-    only_in_parts: bool,
-    key: Key,
-    note: Callable[[str], None],
-) -> list[Any]:
-    """Register the hooks and return their handles; `note` gets a line for every output that is not the expected one."""
-    handles: list[Any] = []
-    for one in requested:
-        if only_in_parts and one.part not in parts:
-            continue
-        enter, leave = partial(_enter, observation, one), partial(_leave, observation, one, key, note)
-        handles.append(one.module.register_forward_hook(PlaceHook(enter), prepend=True))
-        handles.append(one.module.register_forward_hook(PlaceHook(leave)))
-    return handles
+class OutputWatch:
+    """The hooks of an observation on outputs; `note` gets a line for every output that is not the expected one."""
 
+    def __init__(self, observation: Observation, key: Key, note: Callable[[str], None]) -> None:
+        self._observation = observation
+        self._key = key
+        self._note = note
 
-def _enter(observation: Observation, one: RequestedOutput, module: nn.Module, args: Any, output: Any) -> None:
-    # Only hooks of this module run until it is left, so these calls do not nest.
-    own = _tensor(output)
-    if own is not None and observation.is_on and torch._C._current_autograd_node() is None:
-        observation.at_output = OutputCall(own, {each.number: each.threshold() for each in one.faults})
+    def install(self, requested: Iterable[RequestedOutput]) -> None:
+        """Register the hooks."""
+        for one in requested:
+            self._observation.watch(one.module, None, self._enter(one), self._leave(one))
 
+    def _enter(self, one: RequestedOutput) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, output: Any) -> None:
+            # Only hooks of this module run until it is left, so these calls do not nest.
+            own = _tensor(output)
+            if own is not None and self._observation.is_on and torch._C._current_autograd_node() is None:
+                thresholds = {each.number: each.threshold() for each in one.faults}
+                version = 0 if own.is_inference() else own._version
+                self._observation.at_output = OutputCall(own, version, thresholds, [])
 
-def _leave(
-    observation: Observation,
-    one: RequestedOutput,
-    key: Key,
-    note: Callable[[str], None],
-    module: nn.Module,
-    args: Any,
-    output: Any,
-) -> None:
-    call, observation.at_output = observation.at_output, None
-    left = _tensor(output)
-    if call is None or left is None:
-        return
-    own, seed = call.own, partial(key, one.stream, observation.passed)
-    with _disable_current_modes(), torch.no_grad():
-        for place, exact, result in call.errors:
-            steps = one.steps(before_noise=True) if place == one.noise else []
-            _compare(one, steps, own, exact, seed, call.thresholds, note)
-            own = result
-        _compare(one, one.steps(before_noise=False), own, left, seed, call.thresholds, note)
-    # In inference mode nobody counts changes.
-    if not call.own.is_inference() and call.own._version != call.version:
-        note(f"{one.where} was changed in place behind what it computed")
-    observation.compared_outputs.add(one.module)
+        return enter
 
+    def _leave(self, one: RequestedOutput) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            call, self._observation.at_output = self._observation.at_output, None
+            left = _tensor(output)
+            if call is None or left is None:
+                return
+            own = call.own
+            with _disable_current_modes(), torch.no_grad():
+                for place, exact, result in call.errors:
+                    self._compare(one, one.steps(before_noise=True) if place == one.noise else [], own, exact, call)
+                    own = result
+                self._compare(one, one.steps(before_noise=False), own, left, call)
+            # In inference mode nobody counts changes.
+            if not call.own.is_inference() and call.own._version != call.version:
+                self._note(f"{one.where} was changed in place behind what it computed")
+            self._observation.compared_outputs.add(module)
 
-def _compare(
-    one: RequestedOutput,
-    steps: Sequence[tuple[RequestedFault, int]],
-    before: Tensor,
-    after: Tensor,
-    seed: Callable[[int, int], int],
-    thresholds: dict[int, Tensor | None],
-    note: Callable[[str], None],
-) -> None:
-    """Compare an output with what these faults make of the one before them."""
-    if before.shape != after.shape:
-        note(f"{one.where} returns {list(after.shape)}, expected {list(before.shape)}")
-        return
-    if not steps and is_same(before, after):
-        return
-    expected = before.detach()
-    for requested, application in steps:
-        expected = _faulty(requested, expected, seed(requested.number, application), thresholds)
-    plain, wide, found = (values.detach().double() for values in (before, expected, after))
-    spacing = torch.finfo(after.dtype).eps * torch.maximum(wide.abs(), plain.abs())
-    allowed = _UNITS * spacing + _CLOSE * (wide - plain).abs() if steps else 0.5 * spacing
-    # `not <=`, so that a value that is no number is wrong unless the expected one is none either.
-    wrong = ~((found - wide).abs() <= allowed) & (found != wide) & ~(found.isnan() & wide.isnan())
-    if number := int(wrong.sum()):
-        names = " and ".join(requested.fault.type for requested, _ in steps)
-        expected_values = f"those of a fault {names} on what it computed" if steps else "what it computed"
-        note(f"{one.where}: {number} of {wrong.numel()} values are not {expected_values}")
+        return leave
+
+    def _compare(
+        self,
+        one: RequestedOutput,
+        steps: Sequence[tuple[RequestedFault, int]],
+        before: Tensor,
+        after: Tensor,
+        call: OutputCall,
+    ) -> None:
+        """Compare an output with what these faults make of the one before them."""
+        if before.shape != after.shape:
+            self._note(f"{one.where} returns {list(after.shape)}, expected {list(before.shape)}")
+            return
+        if not steps and is_same(before, after):
+            return
+        expected = before.detach()
+        for requested, application in steps:
+            seed = self._key(one.stream, self._observation.passed, requested.number, application)
+            expected = _faulty(requested, expected, seed, call.thresholds)
+        plain, wide, found = (values.detach().double() for values in (before, expected, after))
+        spacing = torch.finfo(after.dtype).eps * torch.maximum(wide.abs(), plain.abs())
+        allowed = _UNITS * spacing + _CLOSE * (wide - plain).abs() if steps else 0.5 * spacing
+        # `not <=`, so that a value that is no number is wrong unless the expected one is none either.
+        wrong = ~((found - wide).abs() <= allowed) & (found != wide) & ~(found.isnan() & wide.isnan())
+        if number := int(wrong.sum()):
+            names = " and ".join(requested.fault.type for requested, _ in steps)
+            expected_values = f"those of a fault {names} on what it computed" if steps else "what it computed"
+            self._note(f"{one.where}: {number} of {wrong.numel()} values are not {expected_values}")
 
 
 def _faulty(requested: RequestedFault, hidden: Tensor, seed: int, thresholds: dict[int, Tensor | None]) -> Tensor:
@@ -206,5 +164,5 @@ def _normal(hidden: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _tensor(output: Any) -> Tensor | None:
-    first = output[0] if isinstance(output, tuple) and output else output
+    first = first_of(output)
     return first if isinstance(first, Tensor) else None

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.config.noise import FakeQuantization
-from aqnpipe.noise.audit.classification import MatrixParameters, keeps_the_parameter
-from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray
+from aqnpipe.proof.operations import MatrixParameters, keeps_the_parameter
+from aqnpipe.proof.random_numbers import FloatArray, IntArray
 from aqnpipe.proof.recompute import Sampled, wide
 
 _BLOCK = {"mxfp4": 32, "nvfp4": 16, "fp8": 128, "fp8_block": 128}

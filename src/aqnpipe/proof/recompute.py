@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aqnpipe.error_bounds import gamma
-from aqnpipe.noise.audit.random_numbers import FloatArray, IntArray, digests
+from aqnpipe.proof.random_numbers import FloatArray, IntArray, digests
 
 Indices = tuple[IntArray, ...]
 """Indices of elements, one array per dimension."""
@@ -77,9 +77,30 @@ class Sampled(NamedTuple):
         return digests(self.rows, width, fraction_bits), digests(self.columns, width, fraction_bits)
 
 
+class Draw(NamedTuple):
+    """The choice of elements: `num_elements` of each result, by the numbers of `rng`."""
+
+    rng: np.random.Generator
+    num_elements: int
+
+    def places(self, result: Tensor) -> Indices:
+        """Return where random elements of a result are, or all at most."""
+        index = self.rng.integers(0, max(result.numel(), 1), min(self.num_elements, result.numel()))
+        return np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
+
+
 Arguments = Mapping[Any, Any]
-Recompute = Callable[[Arguments, Any, np.random.Generator, int], list[Sampled | None]]
-"""From arguments by name, result, random numbers and a number of elements: an item per noised result, or None."""
+Recompute = Callable[[Arguments, Any, Draw], list[Sampled | None]]
+"""From arguments by name, result, and the choice of elements: an item per noised result; None if it is not proven."""
+
+
+def of_elements(values: Callable[[Arguments, Tensor, Indices], Sampled | None]) -> Recompute:
+    """Return the recomputation of an operator with one result, from that of its elements at a place."""
+
+    def recompute(arguments: Arguments, result: Tensor, draw: Draw) -> list[Sampled | None]:
+        return [values(arguments, result, draw.places(result)) if result.numel() else None]
+
+    return recompute
 
 
 _ROWS = 32
@@ -92,20 +113,16 @@ _LARGEST_SCORES = 1 << 24
 # -- products of two operands ------------------------------------------------------------------------------------------
 
 
-def _product(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+def _product(arguments: Arguments, result: Tensor, place: Indices) -> Sampled:
     first, second, *_ = arguments.values()
-    return [_matmul(first, second, result, rng, count)]
+    return _matmul(first, second, result, place)
 
 
-def _matmul(first: Tensor, second: Tensor, result: Tensor, rng: np.random.Generator, count: int) -> Sampled | None:
-    if not result.numel():
-        return None
-    place = drawn(result, rng, count)
+def _matmul(first: Tensor, second: Tensor, result: Tensor, place: Indices) -> Sampled:
     rows, columns = _factors(first, second, place)
     terms = rows * columns
-    exact, magnitude = terms.sum(-1), np.abs(terms).sum(-1)
-    slack = _rounding(magnitude, terms.shape[-1], result.dtype)
-    return Sampled.of(result, place, exact, slack, rows=rows, columns=columns)
+    slack = _rounding(np.abs(terms).sum(-1), terms.shape[-1], result.dtype)
+    return Sampled.of(result, place, terms.sum(-1), slack, rows=rows, columns=columns)
 
 
 def _factors(first: Tensor, second: Tensor, place: Indices) -> tuple[FloatArray, FloatArray]:
@@ -121,25 +138,24 @@ def _factors(first: Tensor, second: Tensor, place: Indices) -> tuple[FloatArray,
     return wide(first[(*lead, where[-2])]), wide(second.transpose(-1, -2)[(*lead, where[-1])])
 
 
-def _sum(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+def _sum(arguments: Arguments, result: Tensor, place: Indices) -> Sampled | None:
     added, first, second, *_ = arguments.values()
     beta, alpha = float(arguments.get("beta", 1)), float(arguments.get("alpha", 1))
-    product = _matmul(first, second, result, rng, count)
-    if product is None or alpha == 0:
-        return [None]
-    constant = beta * at(added.expand(result.shape), product.place) if beta else np.zeros(len(product.exact))
-    return [_without_constant(product, constant, alpha, result.dtype)]
+    if alpha == 0:
+        return None
+    constant = beta * at(added.expand(result.shape), place) if beta else np.zeros(len(place[0]))
+    return _without_constant(_matmul(first, second, result, place), constant, alpha, result.dtype)
 
 
-def _whole_sum(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+def _whole_sum(arguments: Arguments, result: Tensor, place: Indices) -> Sampled | None:
     """Return samples of a sum with a product, whose error includes what is added."""
-    (inside,) = _sum(arguments, result, rng, count)
+    inside = _sum(arguments, result, place)
     if inside is None:
-        return [None]
-    alpha, found = inside.alpha, at(result, inside.place)
+        return None
+    alpha, found = inside.alpha, at(result, place)
     constant = found - alpha * inside.found
     slack = abs(alpha) * (inside.slack + inside.after)
-    return [inside._replace(exact=alpha * inside.exact + constant, slack=slack, found=found, after=0.0, constant=None)]
+    return inside._replace(exact=alpha * inside.exact + constant, slack=slack, found=found, after=0.0, constant=None)
 
 
 def _without_constant(sampled: Sampled, constant: FloatArray, alpha: float, dtype: torch.dtype) -> Sampled:
@@ -171,30 +187,34 @@ def in_whole(sampled: Sampled, result: Tensor, shards: Shards) -> Sampled:
     return Sampled(**values | {"place": (numbers,), "strides": (1,)})
 
 
-def _grouped(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+def unchanged(exact: Tensor, result: Tensor, place: Indices, shards: Shards | None = None) -> Sampled:
+    """Return samples of what is its exact value before an error: hooks put it on what a module has computed."""
+    values = at(exact, place)
+    sampled = Sampled.of(result, place, values, np.zeros(len(values)))
+    return sampled if shards is None else in_whole(sampled, result, shards)
+
+
+def _grouped(arguments: Arguments, result: Tensor, place: Indices) -> Sampled | None:
     first, second, offsets = (*arguments.values(), None)[:3]
     if not isinstance(offsets, Tensor):
-        return [_matmul(first, second, result, rng, count)]
+        return _matmul(first, second, result, place)
     ends = offsets.cpu().numpy().astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])
-    place, pairs = drawn(result, rng, count), []
+    terms = []
     for element in zip(*place, strict=True):
         *lead, i, j = (int(value) for value in element)
         if first.dim() == 2 and second.dim() == 2:
-            terms = slice(int(starts[lead[0]]), int(ends[lead[0]]))
-            pairs.append((wide(first[i, terms]), wide(second[terms, j])))
+            inner = slice(int(starts[lead[0]]), int(ends[lead[0]]))
+            terms.append(wide(first[i, inner]) * wide(second[inner, j]))
             continue
         group = int(np.searchsorted(ends, i if first.dim() == 2 else j, side="right"))
         if group == len(ends):
             # Behind the last group nothing is computed.
-            return [None]
+            return None
         row = first[i] if first.dim() == 2 else first[group, i]
-        column = second[group, :, j] if second.dim() == 3 else second[:, j]
-        pairs.append((wide(row), wide(column)))
-    exact = np.array([(row * column).sum() for row, column in pairs])
-    magnitude = np.array([np.abs(row * column).sum() for row, column in pairs])
-    slack = _rounding(magnitude, max(len(row) for row, _ in pairs), result.dtype)
-    return [Sampled.of(result, place, exact, slack)]
+        terms.append(wide(row) * wide(second[group, :, j] if second.dim() == 3 else second[:, j]))
+    exact, magnitude = (np.array([each.sum() for each in of]) for of in (terms, [np.abs(each) for each in terms]))
+    return Sampled.of(result, place, exact, _rounding(magnitude, max(map(len, terms)), result.dtype))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -211,23 +231,18 @@ class _Head(NamedTuple):
     slack: float
 
 
-def _attention(arguments: Arguments, result: Any, rng: np.random.Generator, count: int) -> list[Sampled | None]:
-    output = result[0]
-    chosen = _chosen_head(arguments, rng)
+def _attention(arguments: Arguments, result: Any, draw: Draw) -> list[Sampled | None]:
+    output, chosen = result[0], _chosen_head(arguments, draw)
     if chosen is None:
         return [None]
-    batch, head = chosen
-    rows = np.sort(rng.choice(output.shape[2], min(_ROWS, output.shape[2]), replace=False))
-    part = _head(arguments, batch, head, rows)
-    exact = part.weights @ part.value
-    magnitude = part.weights @ np.abs(part.value)
-    return [_sample_rows(output, chosen, rows, exact, magnitude * part.slack, rng, count)]
+    rows = np.sort(draw.rng.choice(output.shape[2], min(_ROWS, output.shape[2]), replace=False))
+    part = _head(arguments, *chosen, rows)
+    exact, magnitude = part.weights @ part.value, part.weights @ np.abs(part.value)
+    return [_sample_rows(output, chosen, rows, exact, magnitude * part.slack, draw)]
 
 
-def _attention_backward(
-    arguments: Arguments, result: Any, rng: np.random.Generator, count: int
-) -> list[Sampled | None]:
-    chosen = _chosen_head(arguments, rng)
+def _attention_backward(arguments: Arguments, result: Any, draw: Draw) -> list[Sampled | None]:
+    chosen = _chosen_head(arguments, draw)
     if chosen is None or arguments["query"].shape[2] * arguments["key"].shape[2] > _LARGEST_SCORES:
         return [None, None, None]
     batch, head = chosen
@@ -235,21 +250,13 @@ def _attention_backward(
     sharing = arguments["query"].shape[1] // arguments["key"].shape[1]
     shared = head // sharing
     heads = [_gradients_of(arguments, batch, shared * sharing + each) for each in range(sharing)]
-    own = heads[head - shared * sharing]
-    exact = (own[0][0], *(sum(values[axis] for values, _ in heads) for axis in (1, 2)))
-    slack = (own[1][0], *(sum(bounds[axis] for _, bounds in heads) for axis in (1, 2)))
-    return [
-        _sample_rows(
-            found,
-            (batch, head if axis == 0 else shared),
-            np.arange(found.shape[2]),
-            exact[axis],
-            slack[axis],
-            rng,
-            count,
-        )
-        for axis, found in enumerate(result[:3])
-    ]
+    found: list[Sampled | None] = []
+    for axis, gradient in enumerate(result[:3]):
+        number, used = (head, heads[head - shared * sharing :][:1]) if axis == 0 else (shared, heads)
+        exact, slack = (np.sum([each[what][axis] for each in used], axis=0) for what in (0, 1))
+        rows = np.arange(gradient.shape[2])
+        found.append(_sample_rows(gradient, (batch, number), rows, exact, slack, draw))
+    return found
 
 
 def _gradients_of(arguments: Arguments, batch: int, head: int) -> tuple[Sequence[FloatArray], Sequence[FloatArray]]:
@@ -267,12 +274,12 @@ def _gradients_of(arguments: Arguments, batch: int, head: int) -> tuple[Sequence
     return exact, (largest @ np.abs(whole.key), largest.T @ np.abs(whole.query), uncertain.T @ np.abs(gradient))
 
 
-def _chosen_head(arguments: Arguments, rng: np.random.Generator) -> tuple[int, int] | None:
+def _chosen_head(arguments: Arguments, draw: Draw) -> tuple[int, int] | None:
     """Return a sequence and a query head; None where the weights cannot be recomputed."""
     query = arguments["query"]
     if arguments.get("dropout_p") or query.dim() != 4 or not query.numel():
         return None
-    return int(rng.integers(query.shape[0])), int(rng.integers(query.shape[1]))
+    return int(draw.rng.integers(query.shape[0])), int(draw.rng.integers(query.shape[1]))
 
 
 def _head(arguments: Arguments, batch: int, head: int, rows: IntArray) -> _Head:
@@ -300,44 +307,37 @@ def _head(arguments: Arguments, batch: int, head: int, rows: IntArray) -> _Head:
 
 
 def _sample_rows(
-    result: Tensor,
-    lead: tuple[int, int],
-    rows: IntArray,
-    exact: FloatArray,
-    slack: FloatArray,
-    rng: np.random.Generator,
-    count: int,
+    result: Tensor, lead: tuple[int, int], rows: IntArray, exact: FloatArray, slack: FloatArray, draw: Draw
 ) -> Sampled:
-    index = rng.integers(0, exact.size, min(count, exact.size))
+    index = draw.rng.integers(0, exact.size, min(draw.num_elements, exact.size))
     row, column = np.unravel_index(index, exact.shape)
     place = (np.full(len(index), lead[0]), np.full(len(index), lead[1]), rows[row], column)
+    return with_rounding(result, place, exact[row, column], slack[row, column])
+
+
+def with_rounding(result: Tensor, place: Indices, exact: FloatArray, slack: FloatArray, **others: Any) -> Sampled:
+    """Return elements with the slack of their computation, and that of the number format of the result."""
     info = torch.finfo(result.dtype)
-    allowed = slack[row, column] + info.eps * np.abs(exact[row, column]) + info.tiny
-    return Sampled.of(result, place, exact[row, column], allowed)
+    return Sampled.of(result, place, exact, slack + info.eps * np.abs(exact) + info.tiny, **others)
 
 
 # -- convolution -------------------------------------------------------------------------------------------------------
 
 
-def _convolution(arguments: Arguments, result: Tensor, rng: np.random.Generator, count: int) -> list[Sampled | None]:
+def _convolution(arguments: Arguments, result: Tensor, place: Indices) -> Sampled | None:
     inputs, weight, bias, stride, padding, dilation, transposed, _, groups = arguments.values()
-    if transposed or not result.numel():
-        return [None]
-    place = drawn(result, rng, count)
+    if transposed:
+        return None
     padded = np.pad(wide(inputs), [(0, 0), (0, 0), *((size, size) for size in padding)])
     kernels, per_group = wide(weight), weight.shape[0] // groups
     exact, magnitude = np.zeros(len(place[0])), np.zeros(len(place[0]))
     for number, (batch, channel, *corner) in enumerate(zip(*place, strict=True)):
         first = channel // per_group * weight.shape[1]
-        patch = padded[
-            (batch, slice(first, first + weight.shape[1]), *_taps(corner, weight.shape[2:], stride, dilation))
-        ]
-        terms = patch * kernels[channel]
+        channels = slice(first, first + weight.shape[1])
+        terms = padded[(batch, channels, *_taps(corner, weight.shape[2:], stride, dilation))] * kernels[channel]
         exact[number], magnitude[number] = terms.sum(), np.abs(terms).sum()
     sampled = Sampled.of(result, place, exact, _rounding(magnitude, kernels[0].size, result.dtype))
-    if bias is None:
-        return [sampled]
-    return [_without_constant(sampled, wide(bias)[place[1]], 1.0, result.dtype)]
+    return sampled if bias is None else _without_constant(sampled, wide(bias)[place[1]], 1.0, result.dtype)
 
 
 def _taps(corner: list[Any], sizes: torch.Size, stride: Any, dilation: Any) -> list[slice]:
@@ -359,12 +359,6 @@ def wide(tensor: Tensor) -> FloatArray:
 def rounded(values: FloatArray, dtype: torch.dtype) -> FloatArray:
     """Return values as numbers of `dtype`."""
     return wide(torch.from_numpy(values).to(dtype))
-
-
-def drawn(result: Tensor, rng: np.random.Generator, count: int) -> Indices:
-    """Return where `count` random elements of a result are, or all at most."""
-    index = rng.integers(0, max(result.numel(), 1), min(count, result.numel()))
-    return np.unravel_index(index, tuple(result.shape)) if result.dim() else ()
 
 
 def at(tensor: Tensor, place: Indices) -> FloatArray:
@@ -397,23 +391,19 @@ def _row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
 
 
+_FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+
 RECOMPUTED: dict[str, Recompute] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _product),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _sum),
-    "_grouped_mm": _grouped,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention": _attention,
-    "_scaled_dot_product_efficient_attention": _attention,
-    "_scaled_dot_product_cudnn_attention": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "_scaled_dot_product_flash_attention_backward": _attention_backward,
-    "_scaled_dot_product_efficient_attention_backward": _attention_backward,
-    "_scaled_dot_product_cudnn_attention_backward": _attention_backward,
-    "convolution": _convolution,
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), of_elements(_product)),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), of_elements(_sum)),
+    "_grouped_mm": of_elements(_grouped),
+    **{f"_scaled_dot_product_{kernel}": _attention for kernel in _FUSED},
+    **{f"_scaled_dot_product_{kernel}_backward": _attention_backward for kernel in _FUSED},
+    "convolution": of_elements(_convolution),
 }
 """How the noised results of each operator are recomputed. What is missing here is counted as unproven."""
 
-WHOLE_SUMS = dict.fromkeys(("addmm", "baddbmm", "addmv"), _whole_sum)
+WHOLE_SUMS = dict.fromkeys(("addmm", "baddbmm", "addmv"), of_elements(_whole_sum))
 """How they are recomputed where the error includes what is added."""
 
 UNPROVEN = frozenset({"_scaled_mm", "_int_mm", "addbmm", "_addmm_activation", "convolution_backward"})

@@ -1,17 +1,64 @@
 """Request to an audit, which its receipt is checked against."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from aqnpipe.config.custom_code import CustomError
-from aqnpipe.config.noise import MACHINE, AppliedError, MeasuredError, PlacedError
-from aqnpipe.proof.modules import RequestedModule
-from aqnpipe.proof.outputs import RequestedOutput
+from aqnpipe.config.noise import MACHINE, AppliedError, Fault, MeasuredError, PlacedError, TensorError
 from aqnpipe.proof.recompute import Shards
 
 _SAMPLES = 16
+
+
+class RequestedModule(NamedTuple):
+    """An error that was requested of a module: `operator` and `where` name it, `stream` its random numbers.
+
+    `part` is the part of the model that contains it. `is_last`: the module returns what has the error.
+    `shards`: the columns that a tensor-parallel worker has of the tensor; None if it has all.
+    """
+
+    module: nn.Module
+    part: int
+    operator: str
+    where: str
+    error: TensorError
+    stream: str
+    is_last: bool = False
+    shards: Shards | None = None
+
+
+class RequestedFault(NamedTuple):
+    """A fault that was requested of a site, by its number among those of the machine.
+
+    `threshold` returns the reference that an earlier call left for it, in float32; None if it has none.
+    """
+
+    number: int
+    fault: Fault
+    threshold: Callable[[], Tensor | None]
+
+
+class RequestedOutput(NamedTuple):
+    """Request to the output of a module; `where` names it, `stream` the random numbers of its faults.
+
+    `noise` is the place of the noise on hidden states that comes between faults, None if there is none.
+    """
+
+    module: nn.Module
+    part: int
+    where: str
+    stream: str
+    faults: tuple[RequestedFault, ...] = ()
+    noise: int | None = None
+
+    def steps(self, *, before_noise: bool) -> list[tuple[RequestedFault, int]]:
+        """Return the faults before or behind the noise, in order, each with the number of its application."""
+        left_out = "after_noise" if before_noise else "before_noise"
+        if self.noise is None:
+            return [] if before_noise else [(one, 1) for one in self.faults]
+        return [(one, int(not before_noise)) for one in self.faults if one.fault.order != left_out]
 
 
 class AuditRequest(NamedTuple):

@@ -13,7 +13,6 @@ from aqnpipe.noise.injection import faults
 from aqnpipe.seeding import keyed_generator
 
 HIDDEN = torch.tensor([[[0.5, -2.0, 10.0], [-0.9, 1.0, -9.5]]])
-MAXIMUM = torch.tensor(10.0)
 FAULT_TYPES = ["dead_zone", "saturation", "noise", "bias", "spike"]
 
 
@@ -44,60 +43,54 @@ def generator(call=0):
     return keyed_generator("cpu", 0, "test", call)
 
 
-def test_dead_zone_zeroes_below_the_threshold_of_this_call():
-    # max|h| = 10, m = 0.1: threshold 1, and 1.0 itself is not below it
-    expected = torch.tensor([[[0.0, -2.0, 10.0], [0.0, 1.0, -9.5]]])
-    assert torch.equal(faults.dead_zone(HIDDEN, 0.1, MAXIMUM), expected)
+def values(kind, hidden, magnitude, reference):
+    fault = Fault(type=kind, layer=0, magnitude=magnitude)
+    return faults.faulty_values(hidden, fault, torch.tensor(reference), generator())
 
 
-def test_dead_zone_has_no_gradient_where_it_zeroed():
+@pytest.mark.parametrize(
+    ("kind", "magnitude", "reference", "hidden", "expected"),
+    [
+        # max|h| = 10, m = 0.1: threshold 1, and 1.0 itself is not below it
+        ("dead_zone", 0.1, 10.0, HIDDEN.tolist(), [[[0.0, -2.0, 10.0], [0.0, 1.0, -9.5]]]),
+        # m = 0.25: limit 7.5; the same function on a tensor with maximum 2 clamps at 1.5
+        ("saturation", 0.25, 10.0, HIDDEN.tolist(), [[[0.5, -2.0, 7.5], [-0.9, 1.0, -7.5]]]),
+        ("saturation", 0.25, 2.0, [2.0, -1.0], [1.5, -1.0]),
+        # mean 2, deviations -1, 1, -1, 1: std 1
+        ("bias", 0.5, 1.0, [1.0, 3.0, 1.0, 3.0], [1.5, 3.5, 1.5, 3.5]),
+    ],
+)
+def test_values_with_a_fault_are_those_of_its_formula(kind, magnitude, reference, hidden, expected):
+    assert torch.equal(values(kind, torch.tensor(hidden), magnitude, reference), torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "magnitude", "expected"),
+    [
+        ("dead_zone", 0.1, [[[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]]),
+        ("saturation", 0.25, [[[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]]),
+        ("noise", 0.5, torch.ones_like(HIDDEN).tolist()),
+        ("bias", 0.5, torch.ones_like(HIDDEN).tolist()),
+    ],
+)
+def test_what_a_fault_replaces_has_no_gradient_and_the_rest_passes(kind, magnitude, expected):
     hidden = HIDDEN.clone().requires_grad_()
-    faults.dead_zone(hidden, 0.1, MAXIMUM).sum().backward()
-    assert torch.equal(hidden.grad, torch.tensor([[[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]]))
-
-
-def test_saturation_clamps_to_a_share_of_the_maximum_of_this_call():
-    # m = 0.25: limit 7.5; the same function on a tensor with maximum 2 clamps at 1.5
-    expected = torch.tensor([[[0.5, -2.0, 7.5], [-0.9, 1.0, -7.5]]])
-    assert torch.equal(faults.saturation(HIDDEN, 0.25, MAXIMUM), expected)
-    assert torch.equal(faults.saturation(torch.tensor([2.0, -1.0]), 0.25, torch.tensor(2.0)), torch.tensor([1.5, -1.0]))
-
-
-def test_saturation_has_no_gradient_where_it_clamped():
-    hidden = HIDDEN.clone().requires_grad_()
-    faults.saturation(hidden, 0.25, MAXIMUM).sum().backward()
-    assert torch.equal(hidden.grad, torch.tensor([[[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]]))
+    values(kind, hidden, magnitude, 10.0).sum().backward()
+    assert torch.equal(hidden.grad, torch.tensor(expected))
 
 
 def test_noise_is_gaussian_with_m_times_the_mean_magnitude():
     hidden = torch.full((1, 100, 100), 4.0)
-    error = faults.additive_noise(hidden, 0.1, torch.tensor(4.0), generator()) - hidden
+    error = values("noise", hidden, 0.1, 4.0) - hidden
     num_elements = hidden.numel()
     # sigma = 0.1 * 4; five standard errors of a standard deviation and of a mean
     assert math.isclose(error.std().item(), 0.4, rel_tol=5 / math.sqrt(2 * num_elements))
     assert abs(error.mean().item()) < 5 * 0.4 / math.sqrt(num_elements)
 
 
-def test_bias_adds_a_share_of_the_population_standard_deviation():
-    # mean 2, deviations -1, 1, -1, 1: std 1
-    assert torch.equal(
-        faults.bias(torch.tensor([1.0, 3.0, 1.0, 3.0]), 0.5, torch.tensor(1.0)), torch.tensor([1.5, 3.5, 1.5, 3.5])
-    )
-
-
-def test_noise_and_bias_pass_gradients_through_unchanged():
-    for function in (
-        lambda h: faults.additive_noise(h, 0.5, MAXIMUM, generator()),
-        lambda h: faults.bias(h, 0.5, MAXIMUM),
-    ):
-        hidden = HIDDEN.clone().requires_grad_()
-        function(hidden).sum().backward()
-        assert torch.equal(hidden.grad, torch.ones_like(HIDDEN))
-
-
 def test_spikes_have_the_published_rate_and_size():
     hidden = torch.full((1, 400, 1000), 3.0)
-    faulted = faults.spike(hidden, 0.5, torch.tensor(3.0), generator())
+    faulted = values("spike", hidden, 0.5, 3.0)
     changed = faulted[faulted != hidden]
     rate, num_elements = 0.01 * 0.5, hidden.numel()
     assert abs(len(changed) - rate * num_elements) < 5 * math.sqrt(rate * num_elements)
@@ -106,7 +99,7 @@ def test_spikes_have_the_published_rate_and_size():
 
 def test_spikes_have_no_gradient_and_the_rest_pass():
     hidden = torch.ones(1, 100, 100, requires_grad=True)
-    faulted = faults.spike(hidden, 1.0, torch.tensor(1.0), generator())
+    faulted = values("spike", hidden, 1.0, 1.0)
     faulted.sum().backward()
     assert torch.equal(hidden.grad == 0, faulted.detach() != 1)
     assert (hidden.grad == 0).any()
@@ -131,7 +124,7 @@ def test_healthy_channels_stay_bit_identical(fault_type):
     hidden = torch.randn(2, 50, 64, generator=generator())
     fault = Fault(type=fault_type, layer=0, magnitude=1.0, sparsity=0.25)
     mask = faults.faulty_channels(64, 0.25, fault.seed)
-    faulted = faults.apply_fault(hidden, fault, mask, call=0)
+    faulted = faults.ActiveFault(fault).apply(hidden, 0)
     assert torch.equal(faulted[..., ~mask], hidden[..., ~mask])
     assert not torch.equal(faulted[..., mask], hidden[..., mask])
 
@@ -141,8 +134,7 @@ def test_healthy_channels_stay_bit_identical(fault_type):
 def test_dtype_shape_and_repeatability_per_call(fault_type, dtype):
     hidden = torch.randn(1, 40, 64, generator=generator()).to(dtype)
     fault = Fault(type=fault_type, layer=0, magnitude=0.5)
-    mask = torch.ones(64, dtype=torch.bool)
-    first, again, later = (faults.apply_fault(hidden, fault, mask, call) for call in (0, 0, 1))
+    first, again, later = (faults.ActiveFault(fault).apply(hidden, call) for call in (0, 0, 1))
     assert first.dtype == dtype
     assert first.shape == hidden.shape
     assert torch.equal(first, again)

@@ -5,13 +5,12 @@ import pytest
 from aqnpipe.config.noise import AdaptiveNoise, NoiseSpec
 from aqnpipe.models.layout import rms_norms
 from aqnpipe.noise.aqn import noised_rollout, target_factors
-from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.injection.measurements import PhaseMeasurements
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
+from aqnpipe.proof.request import AuditRequest
 
 AQN = AdaptiveNoise(schedule={"kind": "linear", "sigma_start": 0.05, "sigma_end": 0.05})
 SIGMA, SEED, STEP = 0.05, 3, 2
-POSITION = Position(SEED, STEP, 0, 0, 0)
 
 
 @pytest.fixture
@@ -23,10 +22,11 @@ def compared(model):
         requested, expected_phases=("rollout",), num_layers=2, num_norms=num_norms, norms_watched=True
     )
 
-    def compared(factors=None, position=POSITION, sigma=SIGMA, phase="rollout"):
+    def compared(factors=None, sigma=SIGMA, phase="rollout", seed=SEED, step=STEP):
         recorder.note_clean_norms(model)
         factors = target_factors(model, AQN, None) | (factors or {})
-        measurements = PhaseMeasurements(phase, position, 2, [], recorder, lambda name: sigma)
+        asked = AuditRequest(None, seed, (step, 0, 0), phase, None, False)
+        measurements = PhaseMeasurements(asked, phase, 2, [], recorder, lambda name: sigma)
         with noised_rollout(model, AQN, factors, recorder, sigma=SIGMA, seed=SEED, step=STEP):
             measurements.compare_norms(model, nullcontext)
         return measurements.norms
@@ -51,7 +51,7 @@ def test_half_the_noise_on_one_norm_names_it(compared, model, place):
 
 @pytest.mark.parametrize("field", ["seed", "step"])
 def test_numbers_of_another_seed_or_step_are_found_in_every_norm(compared, model, field):
-    found = compared(position=POSITION._replace(**{field: 9}))
+    found = compared(**{field: 9})
     assert len(found.contradictions) == len(rms_norms(model))
 
 

@@ -1,6 +1,6 @@
 """One phase of a study on a simulated machine: what has noise, which noise, and that everything is restored.
 
-Right and wrong uses of the machine itself are in tests/noise/test_noisy.py, sabotages in tests/noise/audit.
+Right and wrong uses of the machine itself are in tests/noise/test_noisy.py, sabotages in tests/proof.
 """
 
 import math

@@ -6,8 +6,7 @@ import torch
 from aqnpipe.config.custom_code import CustomError, source_digest
 from aqnpipe.errors import ConfigError
 from aqnpipe.noise.kernels.custom import add_custom_, normals_like, refuse_unusable
-from aqnpipe.noise.kernels.gaussian import standard_normal
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, standard_normal
 from aqnpipe.seeding import derive_seed
 
 SOURCE = NoiseStream(5, 3, 0)

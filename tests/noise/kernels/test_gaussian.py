@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from aqnpipe.noise.kernels.gaussian import (
+    GROUP,
+    ROUNDS,
+    NoiseStream,
     _apply_,
     _apply_by_torch_,
     add_absolute_gaussian_,
@@ -15,7 +18,6 @@ from aqnpipe.noise.kernels.gaussian import (
     in_memory_order,
     standard_normal,
 )
-from aqnpipe.noise.kernels.stream import GROUP, ROUNDS, NoiseStream
 
 N = 1 << 20
 WORD = 1 << 32

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from aqnpipe.errors import AqnpipeError
-from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_, add_relative_gaussian_, standard_normal
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_absolute_gaussian_, add_relative_gaussian_, standard_normal
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 tl = pytest.importorskip("triton.language")

@@ -5,8 +5,8 @@ import torch
 
 from aqnpipe.config.noise import AbsoluteGaussian, MantissaTruncation, RelativeGaussian, SystematicBias
 from aqnpipe.noise.kernels.error_models import apply_error_
+from aqnpipe.noise.kernels.gaussian import NoiseStream
 from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_
-from aqnpipe.noise.kernels.stream import NoiseStream
 
 SOURCE = NoiseStream(key=7, call=3)
 ERRORS = (

@@ -11,13 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from aqnpipe.config.noise import FakeQuantization, ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
 from aqnpipe.machine.machine import NoiseKey
-from aqnpipe.noise.audit import expected_values
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.kernels import error_models
 from aqnpipe.noise.receipts.operator_checks import mean_problems, size_problems
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Row
+from aqnpipe.proof import comparison
 
 NOISE = OperatorNoise(error=RelativeGaussian(scale=0.05), phases=("rollout",))
 
@@ -113,7 +113,7 @@ def test_chance_alone_is_no_mean_of_errors():
 
 def test_a_mean_in_the_definition_of_the_noise_is_refused_though_the_audit_agrees_with_it(model, monkeypatch):
     """Kernel and audit have the same definition: if it has a mean, each number is the expected one."""
-    kernel, expected = error_models.add_relative_gaussian_, expected_values.normals
+    kernel, expected = error_models.add_relative_gaussian_, comparison.normals
 
     def shifted_kernel(tensor, scale, source):
         clean = tensor.clone()
@@ -124,7 +124,7 @@ def test_a_mean_in_the_definition_of_the_noise_is_refused_though_the_audit_agree
         return numbers + 0.4, error
 
     monkeypatch.setattr(error_models, "add_relative_gaussian_", shifted_kernel)
-    monkeypatch.setattr(expected_values, "normals", shifted_numbers)
+    monkeypatch.setattr(comparison, "normals", shifted_numbers)
     (problem,) = receipt_of(model, forwards=24).problems()
     assert problem.startswith("rollout: the error has a mean of 0.0")
 

@@ -20,7 +20,7 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.evaluation.audit.weights import combined, digests_in_memory, tensor_digest
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
-from aqnpipe.noise.audit.random_numbers import derived_key
+from aqnpipe.proof.random_numbers import derived_key
 from aqnpipe.reference.decoder import Choice, DecodingTrace, Finding, Verdict, unobserved
 from aqnpipe.seeding import derive_seed
 

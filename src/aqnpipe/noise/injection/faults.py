@@ -1,17 +1,19 @@
-"""Simulated hardware faults on sites of decoder layers, as a context manager over pure tensor functions.
+"""Simulated hardware faults on sites of decoder layers: the values, what stays of them between calls, and their hooks.
 
 m is the fault's magnitude, relative to a reference: max|h| (dead zone, saturation, spike), mean|h| (noise) or std(h)
 (bias), over the whole tensor of one call (all tokens, all channels, faulty or not). A dynamic reference is computed in
 each call. A cached one is kept from the first call, so that thresholds are absolute. For autograd the reference is a
 constant.
 
+`FaultInjection` applies the faults of a phase, and AQN's noise on hidden states between them, behind all other noise.
 Helpers for the hooks of all parts of an injection are at the end.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from pydantic import ConfigDict
@@ -19,9 +21,13 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ModelError
+from aqnpipe.models.parts import PlaceHook
 from aqnpipe.models.sites import site_module
 from aqnpipe.noise.receipts.table import Row, fault_operator
 from aqnpipe.seeding import keyed_generator
+
+if TYPE_CHECKING:
+    from aqnpipe.noise.injection.phase import _RunningPhase
 
 SPIKE_PROBABILITY = 0.01
 """Probability of a spike per element at magnitude 1."""
@@ -42,32 +48,29 @@ def fault_reference(hidden: Tensor, fault: Fault) -> Tensor:
             return values.std(correction=0)
 
 
-def dead_zone(hidden: Tensor, magnitude: float, maximum: Tensor) -> Tensor:
-    """Set values with `|h| < m*max|h|` to exactly 0; their gradient is 0 too."""
-    return torch.where(hidden.detach().abs().float() < magnitude * maximum, torch.zeros_like(hidden), hidden)
+def faulty_values(hidden: Tensor, fault: Fault, reference: Tensor, generator: torch.Generator) -> Tensor:
+    """Return all values with a fault; z are numbers ~ N(0, 1) from `generator`, r the reference.
 
-
-def saturation(hidden: Tensor, magnitude: float, maximum: Tensor) -> Tensor:
-    """Clamp to `+-(1-m)*max|h|`; the gradient is 0 where a value was clamped."""
-    limit = ((1 - magnitude) * maximum).to(hidden.dtype)
-    return torch.clamp(hidden, min=-limit, max=limit)
-
-
-def additive_noise(hidden: Tensor, magnitude: float, mean: Tensor, generator: torch.Generator) -> Tensor:
-    """Return `h + z*m*mean|h|`, z ~ N(0, 1) from `generator`."""
-    return hidden + (_standard_normal(hidden, generator) * magnitude * mean).to(hidden.dtype)
-
-
-def bias(hidden: Tensor, magnitude: float, std: Tensor) -> Tensor:
-    """Return `h + m*std(h)` (population standard deviation)."""
-    return hidden + (magnitude * std).to(hidden.dtype)
-
-
-def spike(hidden: Tensor, magnitude: float, maximum: Tensor, generator: torch.Generator) -> Tensor:
-    """Replace each value with probability 0.01*m by `10*max|h|*z`, z ~ N(0, 1) from `generator`."""
-    is_spike = torch.rand(hidden.shape, generator=generator, device=hidden.device) < SPIKE_PROBABILITY * magnitude
-    spikes = SPIKE_SCALE * maximum * _standard_normal(hidden, generator)
-    return torch.where(is_spike, spikes.to(hidden.dtype), hidden)
+    - dead_zone: values with |h| < m*r become exactly 0; their gradient is 0 too.
+    - saturation: clamped to +-(1-m)*r; the gradient is 0 where a value was clamped.
+    - bias: h + m*r. noise: h + z*m*r.
+    - spike: each value is replaced with probability 0.01*m by 10*r*z.
+    """
+    magnitude, dtype = fault.magnitude, hidden.dtype
+    match fault.type:
+        case "dead_zone":
+            return torch.where(hidden.detach().abs().float() < magnitude * reference, torch.zeros_like(hidden), hidden)
+        case "saturation":
+            limit = ((1 - magnitude) * reference).to(dtype)
+            return torch.clamp(hidden, min=-limit, max=limit)
+        case "bias":
+            return hidden + (magnitude * reference).to(dtype)
+        case "noise":
+            return hidden + (_standard_normal(hidden, generator) * magnitude * reference).to(dtype)
+        case "spike":
+            draws = torch.rand(hidden.shape, generator=generator, device=hidden.device)
+            spikes = SPIKE_SCALE * reference * _standard_normal(hidden, generator)
+            return torch.where(draws < SPIKE_PROBABILITY * magnitude, spikes.to(dtype), hidden)
 
 
 def faulty_channels(num_channels: int, sparsity: float, seed: int) -> Tensor:
@@ -80,36 +83,6 @@ def faulty_channels(num_channels: int, sparsity: float, seed: int) -> Tensor:
     mask = draws < sparsity
     mask[draws.argmin()] = True
     return mask
-
-
-def apply_fault(hidden: Tensor, fault: Fault, channels: Tensor, call: int, threshold: Tensor | None = None) -> Tensor:
-    """Return `hidden` [..., channels] with `fault` on the masked `channels`; all others stay bit for bit the same.
-
-    `call` numbers the calls of the faulty site; noise and spikes are a pure function of (fault.seed, call, shape).
-    `threshold` is the reference of a cached fault (`fault_reference` of the first call); None uses this call's own.
-    """
-    reference = fault_reference(hidden, fault) if threshold is None else threshold
-    generator = keyed_generator(hidden.device, fault.seed, f"fault.{fault.type}", call)
-    return torch.where(channels.to(hidden.device), _faulty(hidden, fault, reference, generator), hidden)
-
-
-@contextmanager
-def simulated_faults(model: nn.Module, faults: Sequence[Fault]) -> Iterator[tuple[Row, ...]]:
-    """Apply `faults` to their sites in a transformers model during the body; yield a row about each, in order.
-
-    Faults on one site are applied one after the other. The hooks are removed on exit, and no parameter is changed.
-    Works on modules that return a tensor, or a tuple that begins with one. Meant for single forward passes: in training
-    and evaluation `phase_noise` applies the faults and records them for the receipt. Raises ModelError if a layer or
-    site does not exist or the model already has simulated faults.
-    """
-    for name in simulated_fault_hooks(model):
-        raise ModelError(f"{name} of {type(model).__name__} has a simulated fault already, expected none")
-    rows = tuple(Row("forward", None, fault.layer, fault_operator(number)) for number, fault in enumerate(faults))
-    with ExitStack() as stack:
-        for fault, row in zip(faults, rows, strict=True):
-            module = site_module(model, fault.layer, fault.site)
-            stack.callback(module.register_forward_hook(FaultHook(fault, row)).remove)
-        yield rows
 
 
 @dataclass(frozen=True)
@@ -133,13 +106,19 @@ class ActiveFault:
         self.threshold: Tensor | None = None
 
     def apply(self, hidden: Tensor, call: int) -> Tensor:
-        """Return the faulty output for the correct output `hidden` [..., channels]; `call` as in `apply_fault`."""
+        """Return `hidden` [..., channels] with the fault on its channels; all others stay bit for bit the same.
+
+        `call` numbers the calls of the site; noise and spikes are a pure function of (fault.seed, call, shape).
+        """
         if len(self.channels) != hidden.shape[-1]:
             self.channels = faulty_channels(hidden.shape[-1], self.fault.sparsity, self.fault.seed)
-        if self.fault.threshold == "cached":
-            self.threshold = fault_reference(hidden, self.fault) if self.threshold is None else self.threshold
-            self.threshold = self.threshold.to(hidden.device)
-        return apply_fault(hidden, self.fault, self.channels, call, self.threshold)
+        fault, reference = self.fault, self.threshold
+        reference = fault_reference(hidden, fault) if reference is None else reference.to(hidden.device)
+        if fault.threshold == "cached":
+            self.threshold = reference
+        generator = keyed_generator(hidden.device, fault.seed, f"fault.{fault.type}", call)
+        changed = faulty_values(hidden, fault, reference, generator)
+        return torch.where(self.channels.to(hidden.device), changed, hidden)
 
     def state(self) -> ActiveFaultState:
         """Return the state that later calls depend on."""
@@ -174,6 +153,25 @@ class ActiveFaults(tuple[ActiveFault, ...]):
         """Continue from `states` (one per fault)."""
         for active, state in zip(self, states, strict=True):
             active.restore(state)
+
+
+@contextmanager
+def simulated_faults(model: nn.Module, faults: Sequence[Fault]) -> Iterator[tuple[Row, ...]]:
+    """Apply `faults` to their sites in a transformers model during the body; yield a row about each, in order.
+
+    Faults on one site are applied one after the other. The hooks are removed on exit, and no parameter is changed.
+    Works on modules that return a tensor, or a tuple that begins with one. Meant for single forward passes: in training
+    and evaluation `phase_noise` applies the faults and records them for the receipt. Raises ModelError if a layer or
+    site does not exist or the model already has simulated faults.
+    """
+    for name in simulated_fault_hooks(model):
+        raise ModelError(f"{name} of {type(model).__name__} has a simulated fault already, expected none")
+    rows = tuple(Row("forward", None, fault.layer, fault_operator(number)) for number, fault in enumerate(faults))
+    with ExitStack() as stack:
+        for fault, row in zip(faults, rows, strict=True):
+            module = site_module(model, fault.layer, fault.site)
+            stack.callback(module.register_forward_hook(FaultHook(fault, row)).remove)
+        yield rows
 
 
 def simulated_fault_hooks(model: nn.Module) -> list[str]:
@@ -214,18 +212,141 @@ class FaultHook:
         return faulted
 
 
-def _faulty(hidden: Tensor, fault: Fault, reference: Tensor, generator: torch.Generator) -> Tensor:
-    match fault.type:
-        case "dead_zone":
-            return dead_zone(hidden, fault.magnitude, reference)
-        case "saturation":
-            return saturation(hidden, fault.magnitude, reference)
-        case "noise":
-            return additive_noise(hidden, fault.magnitude, reference, generator)
-        case "bias":
-            return bias(hidden, fault.magnitude, reference)
-        case "spike":
-            return spike(hidden, fault.magnitude, reference, generator)
+SharedSite = Callable[[nn.Module, Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
+"""Makes a function of a module's whole output one of this worker's share of it.
+
+The size of a fault and its channels depend on the whole output.
+"""
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A module whose output gets faults, AQN noise, or both; faults by their index among the machine's faults."""
+
+    layer: int
+    module: nn.Module
+    faults: dict[int, ActiveFault]
+    sigma: float
+
+
+class FaultInjection:
+    """The sites of one phase: those of the machine's faults, and decoder layers with a sigma above 0.
+
+    `find` returns the module of a site (model, layer index, name), or raises ModelError if there is no such site.
+    `shared` is for sites whose output is spread over tensor-parallel workers.
+    """
+
+    def __init__(
+        self,
+        state: "_RunningPhase",
+        active_faults: Sequence[ActiveFault],
+        hidden_sigmas: Mapping[int, float],
+        find: Callable[[nn.Module, int, str], nn.Module],
+        shared: SharedSite | None,
+    ) -> None:
+        self.state = state
+        self._active_faults = active_faults
+        self._hidden_sigmas = hidden_sigmas
+        self._site_module = find
+        self._shared = shared
+        self._sites = self._find()
+
+    def install(self, stack: ExitStack) -> None:
+        """Register the hooks on the sites. Call it after all other hooks are registered."""
+        for site in self._sites:
+            keep(stack, site.module.register_forward_hook(PlaceHook(partial(self._leave, site))))
+
+    def _find(self) -> list[_Site]:
+        faults: dict[tuple[int, str], dict[int, ActiveFault]] = {
+            (layer, "layer_output"): {} for layer, sigma in self._hidden_sigmas.items() if sigma > 0
+        }
+        for number, active in enumerate(self._active_faults):
+            faults.setdefault((active.fault.layer, active.fault.site), {})[number] = active
+        return [
+            _Site(
+                layer,
+                self._site_module(self.state.model, layer, site),
+                site_faults,
+                self._hidden_sigmas.get(layer, 0.0) if site == "layer_output" else 0.0,
+            )
+            for (layer, site), site_faults in faults.items()
+        ]
+
+    def _leave(self, site: _Site, module: nn.Module, args: Any, output: Any) -> Any:
+        through: Callable[[Tensor], Tensor] = partial(self._through, site)
+        if self._shared is not None:
+            through = self._shared(module, through)
+        return on_output(through, module, args, output)
+
+    def _through(self, site: _Site, hidden: Tensor) -> Tensor:
+        """Return the output of a site after its faults before AQN's noise, the noise, and its faults after the noise.
+
+        Without noise the order has no meaning, so every fault is applied once.
+        """
+        before, after = [], list(site.faults)
+        if site.sigma > 0:
+            before = [number for number, active in site.faults.items() if active.fault.order != "after_noise"]
+            after = [number for number, active in site.faults.items() if active.fault.order != "before_noise"]
+        observed = bool(site.faults) and hidden.requires_grad and torch.is_grad_enabled()
+        # A view, so that its gradient is exactly the gradient that passes the faults.
+        entering = hidden.view_as(hidden) if observed else hidden
+        changed: dict[int, Tensor] = {}
+        leaving = self._apply(site, before, 0, entering, changed)
+        if site.sigma > 0:
+            leaving = self.state.noised_hidden(site.layer, site.sigma, leaving)
+        leaving = self._apply(site, after, 1, leaving, changed)
+        if not self.state.recomputing:
+            for number, elements in changed.items():
+                channels = site.faults[number].channels
+                self.state.recorder.add(
+                    self.state.phase,
+                    layer=site.layer,
+                    operator=fault_operator(number),
+                    num_channels=len(channels),
+                    num_faulty_channels=channels.sum(),
+                    calls=1,
+                    elements=elements.numel(),
+                    changed=elements.sum(),
+                )
+        if observed:
+            self._observe_gradient(site.layer, entering, leaving, changed)
+        return leaving
+
+    def _apply(
+        self, site: _Site, numbers: list[int], application: int, hidden: Tensor, changed: dict[int, Tensor]
+    ) -> Tensor:
+        """Apply faults one after the other; `changed` collects a mask of the changed elements for each of them."""
+        for number in numbers:
+            # Keyed by place, as noise is, so that a random fault is the same when a layer is recomputed.
+            call = self.state.seed(f"fault.{self.state.phase}", number, application)
+            faulted = site.faults[number].apply(hidden, call)
+            different = faulted.detach() != hidden.detach()
+            changed[number] = changed[number] | different if number in changed else different
+            hidden = faulted
+        return hidden
+
+    def _observe_gradient(self, layer: int, entering: Tensor, leaving: Tensor, changed: Mapping[int, Tensor]) -> None:
+        """Compare, in the backward pass, the gradient that arrives behind the faults with the gradient that passes."""
+        arrived: list[Tensor] = []
+
+        def measure(passed: Tensor) -> None:
+            gradient = arrived.pop()
+            zeroed, squares = (gradient != 0) & (passed == 0), gradient.double().square()
+            for number, elements in changed.items():
+                self.state.recorder.add(
+                    "backward",
+                    layer=layer,
+                    operator=fault_operator(number),
+                    calls=1,
+                    elements=(gradient != 0).sum(),
+                    zeroed=zeroed.sum(),
+                    leaked=(elements & (passed != 0)).sum(),
+                    squares=squares.sum(),
+                    zeroed_squares=(squares * zeroed).sum(),
+                )
+
+        leaving.register_hook(lambda gradient: arrived.append(gradient.detach()))
+        entering.register_hook(lambda gradient: measure(gradient.detach()))
 
 
 def _standard_normal(hidden: Tensor, generator: torch.Generator) -> Tensor:

@@ -12,15 +12,15 @@ from aqnpipe.config.measured_noise import OperatorError
 from aqnpipe.config.noise import AppliedError, FakeQuantization, Phase, quantity_of, requested_size
 from aqnpipe.machine.machine import Noised
 from aqnpipe.models.layout import layer_of, rms_norms, weight_of
-from aqnpipe.noise.audit.expected_values import measured_size, spacing, wrong_weights
-from aqnpipe.noise.audit.random_numbers import Draws, FloatArray, Position, key_at
 from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES, hidden_stream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Place, Row
-from aqnpipe.proof.modules import MODULE_STREAM, compare_module
+from aqnpipe.proof.comparison import compare, measured_size, spacing, wrong_weights
 from aqnpipe.proof.operations import machine_name
+from aqnpipe.proof.operators import MODULE_STREAM
+from aqnpipe.proof.random_numbers import Draws, FloatArray, derived_key
 from aqnpipe.proof.receipt import MachineReceipt
-from aqnpipe.proof.recompute import Sampled
+from aqnpipe.proof.recompute import Draw, Sampled, unchanged
 from aqnpipe.proof.request import AuditRequest
 
 _FEW_BITS_LOST = 4.0
@@ -45,8 +45,8 @@ class PhaseMeasurements:
 
     def __init__(
         self,
+        asked: AuditRequest,
         phase: Phase,
-        position: Position,
         num_layers: int,
         modules: list[str],
         recorder: ReceiptRecorder,
@@ -54,20 +54,21 @@ class PhaseMeasurements:
     ) -> None:
         self.noised_parts: set[int] = set()
         self._phase: Phase = phase
-        self._position = position
+        self._asked = asked
         self._num_layers = num_layers
         self._modules = modules
         self._recorder = recorder
         self._sigma_of = sigma_of
         self.norms = Row(phase)
-        # The receipt of the study says what was requested; this one has rows alone.
-        asked = AuditRequest(None, position.seed, position[1:4], phase, None, False)
-        self.receipt = MachineReceipt(asked, np.random.default_rng(key_at(position, f"audit.{phase}")))
+        self.receipt = MachineReceipt(asked, np.random.default_rng(self._key(f"audit.{phase}", 0)))
         earlier = recorder.seen(phase, "passes", "audited_whole")
         self.receipt.forward.add(passes=earlier.passes, audited_whole=earlier.audited_whole)
         earlier = recorder.seen("backward", "passes", "recomputed")
         self.receipt.forward.gradient_passes = earlier.passes
         self.receipt.backward.recomputed = earlier.recomputed
+
+    def _key(self, stream: str, *counters: int) -> int:
+        return derived_key(self._asked.seed, stream, *self._asked.position, *counters)
 
     def note(self, noised: Noised) -> None:
         """Count a result of an operator that has an error; a layer that is computed again counts once."""
@@ -102,9 +103,9 @@ class PhaseMeasurements:
     def _measure_hidden(self, layer: int, noised: Noised, exact: Tensor, passed: int, call: int) -> None:
         """Recompute noise on hidden states in every pass: more of it in the first ones, and in powers of two."""
         count = _SAMPLES_IN_OTHER_PASSES if passed & (passed - 1) else _SAMPLES_OF_HIDDEN
-        key = key_at(self._position._replace(forward=passed), hidden_stream(self._phase), layer)
-        draws, rng = Draws.of(key, call, MODULE_STREAM), self.receipt.draws
-        found, seen = compare_module(noised.error, noised.shards, exact, noised.values, draws, rng, count)
+        draws = Draws.of(self._key(hidden_stream(self._phase), passed, layer), call, MODULE_STREAM)
+        found = unchanged(exact, noised.values, Draw(self.receipt.draws, count).places(noised.values), noised.shards)
+        seen = compare(found, noised.error, draws, noised.values.dtype)
         row = self._recorder.hidden.setdefault(layer, Row(self._phase))
         # Of a zero the error has no relative size.
         row.add(elements=int((np.isfinite(found.found) & (found.exact != 0)).sum()), squares=seen["found_squares"])
@@ -122,7 +123,7 @@ class PhaseMeasurements:
         calls: dict[str, int] = {}
         if aqn is not None and aqn.targets != "hidden_states" and self._phase == "rollout":
             calls = {name: call for call, name in enumerate(rms_norms(model, aqn.targets))}
-        seed, step, row = self._position.seed, self._position.step, self.norms
+        seed, step, row = self._asked.seed, self._asked.position[0], self.norms
         with exactly():
             for name, module in model.named_modules():
                 if name not in clean:

@@ -28,20 +28,17 @@ from aqnpipe.config.noise import (
     NoiseSpec,
     OperatorNoise,
     Phase,
-    RelativeGaussian,
     machine_stream,
 )
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.modules import ModuleError, ModuleErrors
 from aqnpipe.models.caches import Update
-from aqnpipe.models.layout import layer_of, refuse_norms_without_weight
-from aqnpipe.models.parts import PlaceHook
-from aqnpipe.noise.audit.random_numbers import Position
-from aqnpipe.noise.injection.fault_injection import FaultInjection
-from aqnpipe.noise.injection.faults import ActiveFaults, on_input, on_output, simulated_fault_hooks
+from aqnpipe.models.layout import refuse_norms_without_weight
+from aqnpipe.models.parts import PlaceHook, hooks_around
+from aqnpipe.noise.injection.faults import ActiveFaults, FaultInjection, on_input, on_output, simulated_fault_hooks
 from aqnpipe.noise.injection.measurements import PhaseMeasurements
-from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES, audit_request, hidden_stream
+from aqnpipe.noise.injection.requested import FIRST_MODULE, audit_request, module_errors
 from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.kernels.quantization import round_as_cached
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
@@ -132,16 +129,16 @@ class _RunningPhase:
         self._expects_backward = backward
         noises_gradients = backward and noise is not None and "backward" in noise.phases
         seed, step = recorder.position(key.seed, key.step)
-        position = Position(seed, step if phase != "validation" else key.step, key.micro_step, key.rank, 0)
+        due = NoiseKey(seed, step if phase != "validation" else key.step, key.micro_step, key.rank)
+        asked = audit_request(sites, phase, due, recorder, faults, backward=noises_gradients)
         self._measurements = PhaseMeasurements(
+            asked,
             phase,
-            position,
             len(self._layers),
             list(self._modules),
             recorder,
-            partial(sites.requested_sigma, recorder, position.step),
+            partial(sites.requested_sigma, recorder, due.step),
         )
-        asked = audit_request(sites, phase, position, recorder, faults, backward=noises_gradients)
         self._audit = Audit(asked, self._measurements.receipt, len(self._parts))
         request = Request(
             noise.error if noise is not None else None,
@@ -185,19 +182,8 @@ class _RunningPhase:
             )
 
     def _errors_of_modules(self) -> dict[int, ModuleError]:
-        stream = hidden_stream(self.phase)
-        found = {
-            layer: ModuleError(HIDDEN_STATES, layer, RelativeGaussian(scale=sigma), stream)
-            for layer, sigma in self._hidden_sigmas.items()
-            if sigma > 0
-        }
-        if self._module_noise is None:
-            return found
-        for ordinal, (name, module) in enumerate(self._modules.items()):
-            operator, error = f"module.{name.rpartition('.')[2]}", self._module_noise.error
-            stream, shards = f"module.{self.phase}", self._sites.shards_of(module)
-            found[FIRST_MODULE + ordinal] = ModuleError(operator, layer_of(name), error, stream, shards)
-        return found
+        found = module_errors(self._sites, self.phase, self._module_noise, self._hidden_sigmas)
+        return {place: ModuleError(one.operator, one.error, one.stream, one.shards) for place, one in found.items()}
 
     def _connect_audit(self) -> None:
         audit, measurements, exactly = self._audit, self._measurements, self._machine.exactly
@@ -223,11 +209,10 @@ class _RunningPhase:
         keep(*sites.passes(self._enter_model, self._leave_model))
         keep(*self._audit.add_model(roots, self._parts, sites.names))
         stack.enter_context(self._audit.running())
+        expects_backward = self._expects_backward and torch.is_grad_enabled()
         for part, module in self._parts.items():
-            keep(module.register_forward_hook(PlaceHook(partial(self._leave_part, part)), always_call=True))
-            if self._expects_backward and torch.is_grad_enabled():
-                note = PlaceHook(partial(self._note_gradient, part))
-                keep(module.register_forward_pre_hook(note, with_kwargs=True))
+            note = partial(self._note_gradient, part) if expects_backward else None
+            keep(*hooks_around(module, note, None, partial(self._leave_part, part), is_first=False))
         if self._cache_noise is not None:
             keep(*sites.put_in_front_of_caches(partial(_rounded, self._cache_noise.format)))
         if self._requested_cache is not None:

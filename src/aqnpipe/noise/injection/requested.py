@@ -1,20 +1,18 @@
 """Expectations of an audit about a phase, from what the recorder knows to have been requested."""
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from functools import partial
 
 from torch import Tensor
 
-from aqnpipe.config.noise import Phase, RelativeGaussian, machine_stream
+from aqnpipe.config.noise import ModuleNoise, Phase, RelativeGaussian, machine_stream
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import layer_of
-from aqnpipe.noise.audit.random_numbers import Position
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.sites import ModelSites
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.proof.audit import ONE_TOKEN, SEVERAL_TOKENS
-from aqnpipe.proof.modules import RequestedModule
-from aqnpipe.proof.outputs import RequestedFault, RequestedOutput
-from aqnpipe.proof.request import AuditRequest
+from aqnpipe.proof.request import AuditRequest, RequestedFault, RequestedModule, RequestedOutput
 
 HIDDEN_STATES = "aqn.hidden"
 """Name of AQN's noise on hidden states, as an operator and as a stream of keys."""
@@ -31,7 +29,7 @@ _HIDDEN_NOISE_PHASES = ("rollout", "evaluation")
 def audit_request(
     sites: ModelSites,
     phase: Phase,
-    position: Position,
+    key: NoiseKey,
     recorder: ReceiptRecorder,
     faults: ActiveFaults,
     *,
@@ -42,20 +40,27 @@ def audit_request(
     Of `faults` it takes the thresholds that earlier calls left.
     """
     noise, num_layers = recorder.requested.operator_noise_in(phase), len(sites.layers)
-    hidden = _hidden_states(sites, phase, position, recorder)
+    aqn, faulty = recorder.requested.aqn, {fault.layer for fault in recorder.requested.faults}
+    phases = (*_HIDDEN_NOISE_PHASES, "actor_forward") if aqn and aqn.actor_forward else _HIDDEN_NOISE_PHASES
+    has_hidden = aqn is not None and aqn.targets == "hidden_states" and phase in phases
+    sigmas = {
+        layer: sites.requested_sigma(recorder, key.step, layer) for layer in range(num_layers if has_hidden else 0)
+    }
+    modules = module_errors(sites, phase, recorder.requested.module_noise_in(phase), sigmas, faulty)
     request = AuditRequest(
         noise.error if noise is not None else None,
-        position.seed,
-        (position.step, position.micro_step, position.rank),
+        key.seed,
+        (key.step, key.micro_step, key.rank),
         phase,
         None,
         backward,
         elementwise=noise is not None and noise.operators == "all",
         errors=noise.errors_by_part(num_layers) if noise is not None else {},
-        modules=hidden | _modules(sites, phase, recorder, num_layers + 1),
-        outputs=_outputs(sites, phase, recorder, faults, hidden),
+        modules=modules,
+        outputs=_outputs(sites, phase, recorder, faults, modules),
         counts_operations=True,
-        changed_behind=_faulty_layers(recorder),
+        # Faults come behind all noise.
+        changed_behind=faulty,
         machine=machine_stream(phase),
     )
     return request._replace(**sites.audit_settings())
@@ -66,46 +71,35 @@ def hidden_stream(phase: Phase) -> str:
     return f"{HIDDEN_STATES}.actor_forward" if phase == "actor_forward" else HIDDEN_STATES
 
 
-def _hidden_states(
-    sites: ModelSites, phase: Phase, position: Position, recorder: ReceiptRecorder
+def module_errors(
+    sites: ModelSites,
+    phase: Phase,
+    noise: ModuleNoise | None,
+    sigmas: Mapping[int, float],
+    faulty: Container[int] = (),
 ) -> dict[int, RequestedModule]:
-    """Return AQN's noise on the hidden states of every layer that should have some in a phase."""
-    aqn = recorder.requested.aqn
-    phases = (*_HIDDEN_NOISE_PHASES, "actor_forward") if aqn and aqn.actor_forward else _HIDDEN_NOISE_PHASES
-    if aqn is None or aqn.targets != "hidden_states" or phase not in phases:
-        return {}
-    faulty, found = _faulty_layers(recorder), {}
-    for layer in range(len(sites.layers)):
-        if sigma := sites.requested_sigma(recorder, position.step, layer):
-            where, error = f"AQN: the hidden states of layer {layer}", RelativeGaussian(scale=sigma)
-            found[layer] = RequestedModule(
-                sites.layer_output(layer),
-                layer,
-                HIDDEN_STATES,
-                where,
-                error,
-                hidden_stream(phase),
-                is_last=layer not in faulty,
-            )
-    return found
+    """Return the errors on modules of a phase by place: AQN's on hidden states with `sigmas` by layer, then `noise`.
 
-
-def _modules(sites: ModelSites, phase: Phase, recorder: ReceiptRecorder, outside: int) -> dict[int, RequestedModule]:
-    """Return the module noise of a phase; modules outside of layers are in the part `outside`."""
-    noise = recorder.requested.module_noise_in(phase)
+    Modules outside of layers are in the part outside of all. `faulty`: layers in which something comes behind.
+    """
+    found: dict[int, RequestedModule] = {}
+    for layer, sigma in sigmas.items():
+        if sigma > 0:
+            module, where = sites.layer_output(layer), f"AQN: the hidden states of layer {layer}"
+            error, stream = RelativeGaussian(scale=sigma), hidden_stream(phase)
+            found[layer] = RequestedModule(module, layer, HIDDEN_STATES, where, error, stream, layer not in faulty)
     if noise is None:
-        return {}
-    faulty, found = _faulty_layers(recorder), {}
+        return found
     for ordinal, (name, module) in enumerate(sites.modules(noise).items()):
-        layer, operator = layer_of(name), f"module.{name.rpartition('.')[2]}"
+        of_layer = layer_of(name)
         found[FIRST_MODULE + ordinal] = RequestedModule(
             module,
-            outside if layer is None else layer,
-            operator,
+            len(sites.layers) + 1 if of_layer is None else of_layer,
+            f"module.{name.rpartition('.')[2]}",
             f"module {name}",
             noise.error,
             f"module.{phase}",
-            is_last=noise.point == "output" and layer not in faulty,
+            is_last=noise.point == "output" and of_layer not in faulty,
             shards=sites.shards_of(module),
         )
     return found
@@ -135,8 +129,3 @@ def _outputs(
 def _threshold(active: ActiveFaults, number: int) -> Tensor | None:
     # A run may have other faults than were requested, or none, which its receipt says by itself.
     return active[number].threshold if number < len(active) else None
-
-
-def _faulty_layers(recorder: ReceiptRecorder) -> set[int]:
-    """Return the layers with simulated faults, which come behind all noise."""
-    return {fault.layer for fault in recorder.requested.faults}

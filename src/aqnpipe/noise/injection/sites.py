@@ -18,7 +18,7 @@ from aqnpipe.models.calls import ForwardPasses, num_tokens
 from aqnpipe.models.layout import decoder_layers, output_projection, select_modules
 from aqnpipe.models.parts import parts_of
 from aqnpipe.models.sites import site_module
-from aqnpipe.noise.injection.fault_injection import SharedSite
+from aqnpipe.noise.injection.faults import SharedSite
 from aqnpipe.noise.injection.pass_observation import PassObservation
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder

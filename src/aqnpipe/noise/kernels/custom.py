@@ -9,8 +9,7 @@ from torch import Tensor
 
 from aqnpipe.config.custom_code import CustomError, as_config_error, unchanged_function
 from aqnpipe.errors import ConfigError
-from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_absolute_gaussian_
 from aqnpipe.seeding import derive_seed
 
 _PROBED_ELEMENTS = 4096

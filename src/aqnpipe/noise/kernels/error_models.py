@@ -13,9 +13,8 @@ from aqnpipe.config.noise import (
     TensorError,
 )
 from aqnpipe.noise.kernels.custom import add_custom_
-from aqnpipe.noise.kernels.gaussian import add_absolute_gaussian_, add_relative_gaussian_
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_absolute_gaussian_, add_relative_gaussian_
 from aqnpipe.noise.kernels.quantization import truncate_mantissa_
-from aqnpipe.noise.kernels.stream import NoiseStream
 
 
 def apply_error_(tensor: Tensor, error: TensorError, source: NoiseStream, input_rms: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ numbers on a GPU. On other devices torch's integer arithmetic computes them, wit
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -20,13 +20,25 @@ from numba.core.types.misc import CPointer
 from numba.extending import intrinsic
 from torch import Tensor
 
-from aqnpipe.noise.kernels.stream import GROUP, ROUNDS, NoiseStream
+ROUNDS = 7
+"""Rounds of Philox4x32."""
+
+GROUP = 1024
+"""Elements per group; each group uses a quarter as many Philox counters."""
 
 _QUARTER = GROUP // 4
 _CPU_BLOCK_ELEMENTS = 64 * GROUP
 _TORCH_BLOCK_ELEMENTS = 1024 * GROUP
 _CACHE_LINE_BYTES = 64
 _MASK = 0xFFFFFFFF
+
+
+class NoiseStream(NamedTuple):
+    """Identifies the random numbers of one tensor: a 63-bit key and two counters below 2^32."""
+
+    key: int
+    call: int = 0
+    stream: int = 0
 
 
 def _use_wide_vectors() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aqnpipe.errors import AqnpipeError
-from aqnpipe.noise.kernels.stream import GROUP, ROUNDS, NoiseStream
+from aqnpipe.noise.kernels.gaussian import GROUP, ROUNDS, NoiseStream
 
 try:
     import triton

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aqnpipe.config.noise import TensorError
 from aqnpipe.noise.kernels.error_models import apply_error_
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream
 
 
 class Shard(NamedTuple):

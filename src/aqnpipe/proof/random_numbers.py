@@ -23,26 +23,6 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
 
-class Position(NamedTuple):
-    """Where in a run a forward pass is: the facts that its keys must depend on."""
-
-    seed: int
-    step: int
-    micro_step: int
-    rank: int
-    forward: int
-
-
-def key_at(position: Position, stream: str, *counters: int) -> int:
-    """Return the 63-bit key of `stream` at `position`: BLAKE2b-64 of the little-endian fields, shifted right by one."""
-    return derived_key(position.seed, stream, *position[1:], *counters)
-
-
-def key_at_step(seed: int, stream: str, step: int) -> int:
-    """Return the 63-bit key of `stream` at an optimiser step, for noise that a whole rollout shares."""
-    return derived_key(seed, stream, step)
-
-
 def derived_key(seed: int, stream: str, *fields: int) -> int:
     """Return the 63-bit key of (seed, stream, fields), derived by code that shares nothing with `aqnpipe.seeding`."""
     name = stream.encode("utf-8")

@@ -6,10 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqnpipe.machine.machine import NoiseKey
-from aqnpipe.noise.audit.random_numbers import Draws, Position, key_at, key_at_step, normals
-from aqnpipe.noise.kernels.gaussian import standard_normal
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, standard_normal
+from aqnpipe.proof.random_numbers import Draws, derived_key, normals
 from aqnpipe.seeding import derive_seed
 
 COUNTERS = st.integers(min_value=0, max_value=2**31)
@@ -22,23 +20,21 @@ def draws(key, call, stream):
 
 @given(st.integers(-(2**63), 2**63 - 1), COUNTERS, COUNTERS, COUNTERS, COUNTERS, COUNTERS)
 def test_two_derivations_give_the_same_key(seed, step, micro_step, rank, forward, place):
-    position = Position(seed, step, micro_step, rank, forward)
-    assert key_at(position, "rollout", place) == derive_seed(seed, "rollout", step, micro_step, rank, forward, place)
-    assert key_at_step(seed, "aqn", step) == derive_seed(seed, "aqn", step)
+    fields = (step, micro_step, rank, forward, place)
+    assert derived_key(seed, "rollout", *fields) == derive_seed(seed, "rollout", *fields)
+    assert derived_key(seed, "aqn", step) == derive_seed(seed, "aqn", step)
 
 
 def test_every_field_of_the_position_changes_the_key():
     """What the audit compares with must itself depend on everything that a key must depend on."""
-    base = Position(*NoiseKey(seed=1, step=2, micro_step=3, rank=4), forward=5)
-    keys = {key_at(base, "rollout", 6), key_at(base, "reference", 6), key_at(base, "rollout", 7)}
-    for name in base._fields:
-        keys.add(key_at(base._replace(**{name: 9}), "rollout", 6))
-    assert len(keys) == 3 + len(base._fields)
+    base = (1, "rollout", 2, 3, 4, 5, 6)
+    others = [(*base[:field], "reference" if field == 1 else 9, *base[field + 1 :]) for field in range(len(base))]
+    assert len({derived_key(*each) for each in (base, *others)}) == 1 + len(base)
 
 
 def test_the_words_are_those_of_the_published_generator():
     """Philox4x32 with key and counter 0: the first words by the reference implementation with 7 rounds."""
-    from aqnpipe.noise.audit.random_numbers import _philox
+    from aqnpipe.proof.random_numbers import _philox
 
     words = _philox(counter(0, 0, 0), np.uint64(0))
     assert [int(word[0]) for word in words] == philox_in_plain_integers([0, 0, 0, 0], [0, 0])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from aqnpipe.noise.audit.classification import operations_of
+from aqnpipe.proof.operations import operations_of
 
 ATEN = torch.ops.aten
 B, H, L, S, E, V = 2, 6, 5, 7, 8, 4

@@ -22,8 +22,7 @@ from aqnpipe.machine.machine import Machine, NoiseKey
 from aqnpipe.machine.modules import ModuleErrors
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.kernels.gaussian import add_relative_gaussian_
-from aqnpipe.noise.kernels.stream import NoiseStream
+from aqnpipe.noise.kernels.gaussian import NoiseStream, add_relative_gaussian_
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.proof import audit
 
