@@ -27,10 +27,18 @@ from aqnpipe.config.noise import (
 )
 from aqnpipe.device import is_being_captured
 from aqnpipe.errors import ModelError
-from aqnpipe.machine.names import measured_name, named_modules
 from aqnpipe.machine.norms import NORM, NORM_GRADIENT, NormKernels
 from aqnpipe.machine.operators import ELEMENTWISE, SOFTMAX, Registration
-from aqnpipe.machine.places import CALLS_PER_VISIT, OTHER_NODES, Operator, Place, Places, Segment
+from aqnpipe.machine.places import (
+    CALLS_PER_VISIT,
+    OTHER_NODES,
+    Operator,
+    Place,
+    Places,
+    Segment,
+    measured_name,
+    named_modules,
+)
 from aqnpipe.machine.quantized import QuantizedOperands, mark_weights
 from aqnpipe.models.layout import is_norm, is_rms_norm
 from aqnpipe.models.parts import PlaceHook

@@ -11,6 +11,7 @@ those of `machine/places.py`. A layer that a backward pass computes again begins
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ class ModuleError(NamedTuple):
     shards: Any = None
 
 
+@dataclass
 class ModuleErrors:
     """The errors of modules by the number of their place. `note` gets every tensor that has one, its pass and its call.
 
@@ -51,21 +53,13 @@ class ModuleErrors:
     computes exactly in its body.
     """
 
-    def __init__(
-        self,
-        errors: Mapping[int, ModuleError],
-        key: NoiseKey,
-        passed: Callable[[], int],
-        note: Callable[[int, Noised, Tensor, int, int], None],
-        exactly: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.errors = errors
-        self._key = key
-        self._note = note
-        self._exactly = exactly
-        self._passed = passed
-        self._calls: dict[int, Counter[tuple[int, bool]]] = {}
-        self._library: torch.library.Library | None = None
+    errors: Mapping[int, ModuleError]
+    key: NoiseKey
+    passed: Callable[[], int]
+    note: Callable[[int, Noised, Tensor, int, int], None]
+    exactly: Callable[[], AbstractContextManager[None]] = nullcontext
+    _calls: dict[int, Counter[tuple[int, bool]]] = field(default_factory=dict)
+    _library: torch.library.Library | None = None
 
     def start(self) -> None:
         """Register the kernel."""
@@ -84,17 +78,17 @@ class ModuleErrors:
             self._library = None
 
     def _kernel(self, exact: Tensor, place: int) -> Tensor:
-        with self._exactly():
+        with self.exactly():
             values = exact.detach().clone()
             is_again = torch._C._current_autograd_node() is not None
-            passed = self._passed()
+            passed = self.passed()
             calls = self._calls.setdefault(passed, Counter())
             if len(self._calls) > _KEPT_PASSES:
                 del self._calls[next(iter(self._calls))]
             call = calls[place, is_again]
             calls[place, is_again] += 1
             operator, error, stream, shards = self.errors[place]
-            source = NoiseStream(self._key.derived(stream, passed, place), call, _STREAM)
+            source = NoiseStream(self.key.derived(stream, passed, place), call, _STREAM)
             if shards is None:
                 apply_error_(values, error, source)
             else:
@@ -103,7 +97,7 @@ class ModuleErrors:
             if type(error) is CustomError:
                 changed = ((values != exact) & (exact == exact)).sum()
             noised = Noised("", operator, place, error, values, is_again, changed, shards)
-            self._note(place, noised, exact, passed, call)
+            self.note(place, noised, exact, passed, call)
         return values
 
 

@@ -7,6 +7,8 @@ computed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,48 +37,42 @@ Key = Callable[[str, int, int, int], int]
 """Key of random numbers: stream, pass, number of the fault, number of its application."""
 
 
+@dataclass(frozen=True)
 class OutputWatch:
     """The hooks of an observation on outputs; `note` gets a line for every output that is not the expected one."""
 
-    def __init__(self, observation: Observation, key: Key, note: Callable[[str], None]) -> None:
-        self._observation = observation
-        self._key = key
-        self._note = note
+    observation: Observation
+    key: Key
+    note: Callable[[str], None]
 
     def install(self, requested: Iterable[RequestedOutput]) -> None:
         """Register the hooks."""
         for one in requested:
-            self._observation.watch(one.module, None, self._enter(one), self._leave(one))
+            self.observation.watch(one.module, None, partial(self._enter, one), partial(self._leave, one))
 
-    def _enter(self, one: RequestedOutput) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, output: Any) -> None:
-            # Only hooks of this module run until it is left, so these calls do not nest.
-            own = _tensor(output)
-            if own is not None and self._observation.is_on and torch._C._current_autograd_node() is None:
-                thresholds = {each.number: each.threshold() for each in one.faults}
-                version = 0 if own.is_inference() else own._version
-                self._observation.at_output = OutputCall(own, version, thresholds, [])
+    def _enter(self, one: RequestedOutput, module: nn.Module, args: Any, output: Any) -> None:
+        # Only hooks of this module run until it is left, so these calls do not nest.
+        own = _tensor(output)
+        if own is not None and self.observation.is_on and torch._C._current_autograd_node() is None:
+            thresholds = {each.number: each.threshold() for each in one.faults}
+            version = 0 if own.is_inference() else own._version
+            self.observation.at_output = OutputCall(own, version, thresholds, [])
 
-        return enter
-
-    def _leave(self, one: RequestedOutput) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            call, self._observation.at_output = self._observation.at_output, None
-            left = _tensor(output)
-            if call is None or left is None:
-                return
-            own = call.own
-            with _disable_current_modes(), torch.no_grad():
-                for place, exact, result in call.errors:
-                    self._compare(one, one.steps(before_noise=True) if place == one.noise else [], own, exact, call)
-                    own = result
-                self._compare(one, one.steps(before_noise=False), own, left, call)
-            # In inference mode nobody counts changes.
-            if not call.own.is_inference() and call.own._version != call.version:
-                self._note(f"{one.where} was changed in place behind what it computed")
-            self._observation.compared_outputs.add(module)
-
-        return leave
+    def _leave(self, one: RequestedOutput, module: nn.Module, args: Any, output: Any) -> None:
+        call, self.observation.at_output = self.observation.at_output, None
+        left = _tensor(output)
+        if call is None or left is None:
+            return
+        own = call.own
+        with _disable_current_modes(), torch.no_grad():
+            for place, exact, result in call.errors:
+                self._compare(one, one.steps(before_noise=True) if place == one.noise else [], own, exact, call)
+                own = result
+            self._compare(one, one.steps(before_noise=False), own, left, call)
+        # In inference mode nobody counts changes.
+        if not call.own.is_inference() and call.own._version != call.version:
+            self.note(f"{one.where} was changed in place behind what it computed")
+        self.observation.compared_outputs.add(module)
 
     def _compare(
         self,
@@ -88,13 +84,13 @@ class OutputWatch:
     ) -> None:
         """Compare an output with what these faults make of the one before them."""
         if before.shape != after.shape:
-            self._note(f"{one.where} returns {list(after.shape)}, expected {list(before.shape)}")
+            self.note(f"{one.where} returns {list(after.shape)}, expected {list(before.shape)}")
             return
         if not steps and is_same(before, after):
             return
         expected = before.detach()
         for requested, application in steps:
-            seed = self._key(one.stream, self._observation.passed, requested.number, application)
+            seed = self.key(one.stream, self.observation.passed, requested.number, application)
             expected = _faulty(requested, expected, seed, call.thresholds)
         plain, wide, found = (values.detach().double() for values in (before, expected, after))
         spacing = torch.finfo(after.dtype).eps * torch.maximum(wide.abs(), plain.abs())
@@ -104,7 +100,7 @@ class OutputWatch:
         if number := int(wrong.sum()):
             names = " and ".join(requested.fault.type for requested, _ in steps)
             expected_values = f"those of a fault {names} on what it computed" if steps else "what it computed"
-            self._note(f"{one.where}: {number} of {wrong.numel()} values are not {expected_values}")
+            self.note(f"{one.where}: {number} of {wrong.numel()} values are not {expected_values}")
 
 
 def _faulty(requested: RequestedFault, hidden: Tensor, seed: int, thresholds: dict[int, Tensor | None]) -> Tensor:

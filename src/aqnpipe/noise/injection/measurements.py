@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ _ESCAPES = ("of integers", "captured")
 """Counts that the machine keeps of products that cannot have the error."""
 
 
+@dataclass
 class PhaseMeasurements:
     """Measurements of one phase. `receipt` is what its audit writes, and continues the earlier ones of the run.
 
@@ -43,39 +45,32 @@ class PhaseMeasurements:
     sigma of AQN on a norm.
     """
 
-    def __init__(
-        self,
-        asked: AuditRequest,
-        phase: Phase,
-        num_layers: int,
-        modules: list[str],
-        recorder: ReceiptRecorder,
-        sigma_of: Callable[[str], float],
-    ) -> None:
-        self.noised_parts: set[int] = set()
-        self._phase: Phase = phase
-        self._asked = asked
-        self._num_layers = num_layers
-        self._modules = modules
-        self._recorder = recorder
-        self._sigma_of = sigma_of
-        self.norms = Row(phase)
-        self.receipt = MachineReceipt(asked, np.random.default_rng(self._key(f"audit.{phase}", 0)))
-        earlier = recorder.seen(phase, "passes", "audited_whole")
+    asked: AuditRequest
+    phase: Phase
+    num_layers: int
+    modules: list[str]
+    recorder: ReceiptRecorder
+    sigma_of: Callable[[str], float]
+    noised_parts: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.norms = Row(self.phase)
+        self.receipt = MachineReceipt(self.asked, np.random.default_rng(self._key(f"audit.{self.phase}", 0)))
+        earlier = self.recorder.seen(self.phase, "passes", "audited_whole")
         self.receipt.forward.add(passes=earlier.passes, audited_whole=earlier.audited_whole)
-        earlier = recorder.seen("backward", "passes", "recomputed")
+        earlier = self.recorder.seen("backward", "passes", "recomputed")
         self.receipt.forward.gradient_passes = earlier.passes
         self.receipt.backward.recomputed = earlier.recomputed
 
     def _key(self, stream: str, *counters: int) -> int:
-        return derived_key(self._asked.seed, stream, *self._asked.position, *counters)
+        return derived_key(self.asked.seed, stream, *self.asked.position, *counters)
 
     def note(self, noised: Noised) -> None:
         """Count a result of an operator that has an error; a layer that is computed again counts once."""
-        layer = noised.part if noised.part < self._num_layers else None
+        layer = noised.part if noised.part < self.num_layers else None
         phase = self._phase_of(noised.phase)
         if phase == "backward":
-            self._recorder.note_noised_gradient(layer)
+            self.recorder.note_noised_gradient(layer)
         else:
             self.noised_parts.add(noised.part)
         if not noised.is_again:
@@ -88,25 +83,25 @@ class PhaseMeasurements:
         if place < FIRST_MODULE:
             self._measure_hidden(place, noised, exact, passed, call)
             return
-        name = self._modules[place - FIRST_MODULE]
-        self._count(self._phase, layer_of(name), noised)
-        self._recorder.add(self._phase, modules={name})
+        name = self.modules[place - FIRST_MODULE]
+        self._count(self.phase, layer_of(name), noised)
+        self.recorder.add(self.phase, modules={name})
 
     def _count(self, phase: Phase, layer: int | None, noised: Noised) -> None:
-        row = self._recorder.row(phase, None, layer, noised.operator)
+        row = self.recorder.row(phase, None, layer, noised.operator)
         row.error = row.error or noised.error
         row.calls += 1
         row.elements += noised.num_elements
         if noised.changed is not None:
-            self._recorder.add(*row.place[:4], changed=noised.changed)
+            self.recorder.add(*row.place[:4], changed=noised.changed)
 
     def _measure_hidden(self, layer: int, noised: Noised, exact: Tensor, passed: int, call: int) -> None:
         """Recompute noise on hidden states in every pass: more of it in the first ones, and in powers of two."""
         count = _SAMPLES_IN_OTHER_PASSES if passed & (passed - 1) else _SAMPLES_OF_HIDDEN
-        draws = Draws.of(self._key(hidden_stream(self._phase), passed, layer), call, MODULE_STREAM)
+        draws = Draws.of(self._key(hidden_stream(self.phase), passed, layer), call, MODULE_STREAM)
         found = unchanged(exact, noised.values, Draw(self.receipt.draws, count).places(noised.values), noised.shards)
         seen = compare(found, noised.error, draws, noised.values.dtype)
-        row = self._recorder.hidden.setdefault(layer, Row(self._phase))
+        row = self.recorder.hidden.setdefault(layer, Row(self.phase))
         # Of a zero the error has no relative size.
         row.add(elements=int((np.isfinite(found.found) & (found.exact != 0)).sum()), squares=seen["found_squares"])
         row.add(recomputed=seen["recomputed"], wrong=seen["wrong"])
@@ -117,18 +112,18 @@ class PhaseMeasurements:
         In a rollout AQN's targets have the noise of the step, the same in all forwards of the rollout. Everywhere else
         they are clean. Nothing is compared if the recorder does not know the clean weights.
         """
-        clean, aqn = self._recorder.clean_norm_weights, self._recorder.requested.aqn
-        if not clean or self._phase == "reference":
+        clean, aqn = self.recorder.clean_norm_weights, self.recorder.requested.aqn
+        if not clean or self.phase == "reference":
             return
         calls: dict[str, int] = {}
-        if aqn is not None and aqn.targets != "hidden_states" and self._phase == "rollout":
+        if aqn is not None and aqn.targets != "hidden_states" and self.phase == "rollout":
             calls = {name: call for call, name in enumerate(rms_norms(model, aqn.targets))}
-        seed, step, row = self._asked.seed, self._asked.position[0], self.norms
+        seed, step, row = self.asked.seed, self.asked.position[0], self.norms
         with exactly():
             for name, module in model.named_modules():
                 if name not in clean:
                     continue
-                sigma, weight = self._sigma_of(name) if name in calls else 0.0, weight_of(module).detach()
+                sigma, weight = self.sigma_of(name) if name in calls else 0.0, weight_of(module).detach()
                 wrong = wrong_weights(clean[name], weight, sigma, seed, step, calls.get(name, 0), self.receipt.draws)
                 row.recomputed += len(wrong) if sigma else 0
                 if wrong.any():
@@ -158,41 +153,41 @@ class PhaseMeasurements:
             scale = np.full(clean.shape, np.sqrt(np.square(clean).mean()) if len(clean) else 0.0)
             usable = np.isfinite(used)
             clean, used = scale, scale + (used - clean)
-        row = self._recorder.rows.get(self._place(cell))
+        row = self.recorder.rows.get(self._place(cell))
         if row is not None and row.error is not None:
             row.add(**_error_sums(row.error, clean[usable], used[usable], rounding[usable]))
 
     def settle(self, counts: Mapping[tuple[str, str, str], int]) -> None:
         """Record what the audit found, and of what the machine `counts` what cannot have the error."""
-        receipt, recorder = self.receipt, self._recorder
+        receipt, recorder = self.receipt, self.recorder
         compared = {cell: seen for cell, seen in receipt.cells.items() if seen.compared + seen.recomputed}
         for cell, seen in compared.items():
             row = recorder.row(*self._place(cell)[:4]).include([seen], _OF_THE_AUDIT)
             row.compared += seen.recomputed
-        recorder.row(self._phase).include([self.norms]).include([receipt.forward], ["audited_whole"])
-        audits: dict[Phase, Row] = {self._phase: receipt.forward, "backward": receipt.backward}
+        recorder.row(self.phase).include([self.norms]).include([receipt.forward], ["audited_whole"])
+        audits: dict[Phase, Row] = {self.phase: receipt.forward, "backward": receipt.backward}
         for phase, audited in audits.items():
             if any(cell.phase == phase for cell in compared):
                 recorder.add(phase, contradictions=dict.fromkeys(receipt.wrong_values(phase), 1))
                 recorder.row(phase).include([audited], ["audited_passes"])
-        if not recorder.row(self._phase).flops:
+        if not recorder.row(self.phase).flops:
             # One pass is enough.
-            recorder.row(self._phase).include([receipt.forward], ["flops", "noised_flops"])
+            recorder.row(self.phase).include([receipt.forward], ["flops", "noised_flops"])
         for row in receipt.rows.values():
             if row.escaped:
-                recorder.add(self._phase, operator=row.operator, escaped=row.escaped)
+                recorder.add(self.phase, operator=row.operator, escaped=row.escaped)
         for (where, operator, what), calls in counts.items():
             if what in _ESCAPES:
                 recorder.add(self._phase_of(where), operator=f"{operator} {what}", escaped=calls)
         for line in receipt.forward.contradictions:
-            recorder.note_mismatch(f"{self._phase}: {line}")
+            recorder.note_mismatch(f"{self.phase}: {line}")
 
     def _place(self, cell: Place) -> Place:
         layer = layer_of(f"{cell.path.removeprefix('module ')}.")
         return Place(self._phase_of(cell.phase), layer=layer, operator=machine_name(cell.operator))
 
     def _phase_of(self, name: str) -> Phase:
-        return "backward" if name == "backward" else self._phase
+        return "backward" if name == "backward" else self.phase
 
 
 def _error_sums(error: AppliedError, clean: FloatArray, used: FloatArray, rounding: FloatArray) -> dict[str, Any]:
