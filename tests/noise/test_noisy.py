@@ -239,36 +239,48 @@ def test_gradients_of_frozen_weights_are_not_expected(make_model, ids, trained):
     assert trained_step(model, ids).check().recomputed_numbers > 0
 
 
-def test_a_first_micro_batch_without_gradient(model, ids):
-    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
-        with torch.no_grad():
-            model(input_ids=ids)
-        for _ in range(2):
-            model(input_ids=ids, labels=ids).loss.backward()
-    receipt.check()
+def first_micro_batch_without_gradient(model, loss):
+    with torch.no_grad():
+        loss()
+    for _ in range(2):
+        loss().backward()
 
 
-def test_a_trainer_may_call_train_inside(model, ids):
+def train_called_inside(model, loss):
     model.eval()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    loss(use_cache=False).backward()
+
+
+def several_backward_passes(model, loss):
+    once = loss()
+    once.backward(retain_graph=True)
+    once.backward()
+    (loss() + loss()).backward()
+
+
+def several_forward_passes(model, loss, order=1):
+    with torch.no_grad():
+        loss()
+    for one in [loss() for _ in range(2)][::order]:
+        one.backward()
+
+
+TRAININGS = {
+    "a first micro-batch without gradient": first_micro_batch_without_gradient,
+    "train called inside": train_called_inside,
+    "autograd.grad": lambda model, loss: torch.autograd.grad(loss(), model.lm_head.weight),
+    "several backward passes": several_backward_passes,
+    "several forward passes": several_forward_passes,
+    "several forward passes, backwards": lambda model, loss: several_forward_passes(model, loss, -1),
+}
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_gradients_in_any_order_have_noise(model, ids, training):
     with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
-        model.train()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    receipt.check()
-
-
-def test_gradients_by_autograd_grad(model, ids):
-    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
-        torch.autograd.grad(model(input_ids=ids, labels=ids).loss, model.lm_head.weight)
-    receipt.check()
-
-
-def test_several_backward_passes(model, ids):
-    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward(retain_graph=True)
-        loss.backward()
-        (model(input_ids=ids, labels=ids).loss + model(input_ids=ids, labels=ids).loss).backward()
+        TRAININGS[training](model, lambda **settings: model(input_ids=ids, labels=ids, **settings).loss)
     receipt.check()
 
 
@@ -439,16 +451,6 @@ def test_the_gradient_of_a_single_row_has_noise():
     assert (layer.weight.grad / (gradient.T @ x) - 1).std() == pytest.approx(0.05, rel=0.3)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_several_forward_passes_before_a_backward_pass(model, ids, reverse):
-    with aqnpipe.noisy(model, scale=0.05, backward=True) as receipt:
-        model(input_ids=ids)
-        losses = [model(input_ids=ids, labels=ids).loss for _ in range(2)]
-        for loss in reversed(losses) if reverse else losses:
-            loss.backward()
-    receipt.check()
-
-
 def test_dropout_of_attention(make_model, ids):
     model = make_model(attention_dropout=0.1).train()
     model.set_attn_implementation("sdpa")
@@ -497,17 +499,17 @@ def test_gradients_without_a_backward_pass_are_refused(model, ids):
         receipt.check()
 
 
-def test_a_body_that_never_calls_the_model_is_refused(model):
-    with aqnpipe.noisy(model, scale=0.05) as receipt:
-        pass
-    with pytest.raises(ReceiptError, match="evaluation: no product had the requested error, of 0 that were seen"):
-        receipt.check()
-
-
-def test_layers_that_never_compute_are_refused(model, ids):
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (lambda model: None, "evaluation: no product had the requested error, of 0 that were seen"),
+        (lambda model: model.lm_head(torch.ones(1, 2, 32)), "no product had the requested error, of 1 that were seen"),
+    ],
+)
+def test_layers_that_never_compute_are_refused(model, body, words):
     with torch.no_grad(), aqnpipe.noisy(model, scale=0.05, layers=[0], include_lm_head=False) as receipt:
-        model.lm_head(torch.ones(1, 2, 32))
-    with pytest.raises(ReceiptError, match="no product had the requested error"):
+        body(model)
+    with pytest.raises(ReceiptError, match=words):
         receipt.check()
 
 
@@ -560,38 +562,38 @@ def test_noise_that_stops_is_refused(model, ids, monkeypatch):
         receipt.check()
 
 
-def test_an_operator_that_is_not_known_is_refused_by_name(model, ids):
-    @torch.library.custom_op("aqnpipe_test::product", mutates_args=())
-    def product(x: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(x.detach().numpy() @ x.detach().numpy().swapaxes(-1, -2))
-
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output + 0 * product(output).sum())
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
-        model(input_ids=ids)
-    with pytest.raises(ReceiptError, match=r"aqnpipe_test\.product in model\.layers\.1 had no"):
-        receipt.check()
+@torch.library.custom_op("aqnpipe_test::product", mutates_args=())
+def product_of_numpy(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.detach().numpy() @ x.detach().numpy().swapaxes(-1, -2))
 
 
-def test_a_product_written_as_a_sum_is_refused(model, ids):
-    mlp = model.model.layers[1].mlp
-    weight = mlp.up_proj.weight
-    mlp.register_forward_hook(
-        lambda module, args, output: output + 0 * (output[..., None, :] * weight).sum(-1).mean(-1, keepdim=True)
-    )
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
-        model(input_ids=ids)
-    with pytest.raises(ReceiptError, match=r"aten\.mul on a weight matrix in model\.layers\.1 had no"):
-        receipt.check()
+def embedding_bag(x, weight):
+    return nn.functional.embedding_bag(torch.arange(32)[None], weight, mode="sum", per_sample_weights=x[0, :1])
 
 
-def test_a_product_of_integers_in_a_layer_is_refused(model, ids):
+UNSEEN = {
+    r"aqnpipe_test\.product in model\.layers\.1 had no": lambda x, weight, mlp: product_of_numpy(x),
+    r"aten\.mul on a weight matrix in model\.layers\.1 had no": lambda x, weight, mlp: (
+        x[..., None, :] * mlp.up_proj.weight
+    ).sum(-1),
+    "calls of mm multiplied integers": lambda x, weight, mlp: (x * 8).int() @ torch.ones(32, 32, dtype=torch.int32),
+    "aten._embedding_bag.* had no": lambda x, weight, mlp: embedding_bag(x, weight),
+    "aten._foreach_mul.* had no": lambda x, weight, mlp: sum(torch._foreach_mul(list(weight), [x[0, 0, 0]] * 32)),
+    "aten._fft_r2c.* had no": lambda x, weight, mlp: torch.fft.rfft(x[0]).abs(),
+}
+
+
+@pytest.mark.parametrize("words", UNSEEN)
+def test_products_in_operators_that_cannot_have_noise_are_refused_by_name(model, ids, words):
+    weight = torch.randn(32, 32)
     model.model.layers[1].mlp.register_forward_hook(
-        lambda module, args, output: output + 0 * ((output * 8).int() @ torch.ones(32, 32, dtype=torch.int32))
+        lambda mlp, args, output: output + 0 * UNSEEN[words](output, weight, mlp).sum()
     )
     with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
         model(input_ids=ids)
-    with pytest.raises(ReceiptError, match="calls of mm multiplied integers"):
+    with pytest.raises(ReceiptError, match=words):
         receipt.check()
+    assert not [problem for problem in receipt.problems() if "recomputed" in problem]
 
 
 def test_a_checkpoint_that_stores_products_is_refused_before_it_runs(model, ids):
@@ -656,27 +658,6 @@ def test_noise_that_cannot_be_told_from_rounding_is_refused(make_model, ids):
         model(input_ids=ids)
     with pytest.raises(ReceiptError, match=r"bfloat16\): (an error of this size cannot be told|.*times the requested)"):
         receipt.check()
-
-
-@pytest.mark.parametrize(
-    ("compute", "name"),
-    [
-        (lambda x, w: nn.functional.embedding_bag(torch.arange(32)[None], w, mode="sum", per_sample_weights=x[0, :1]),
-         "_embedding_bag"),
-        (lambda x, w: sum(torch._foreach_mul(list(w), [x[0, 0, 0]] * 32)), "_foreach_mul"),
-        (lambda x, w: torch.fft.rfft(x[0]).abs(), "_fft_r2c"),
-    ],
-)  # fmt: skip
-def test_products_in_other_operators_are_refused(model, ids, compute, name):
-    weight = torch.randn(32, 32)
-    model.model.layers[1].mlp.register_forward_hook(
-        lambda module, args, output: output + 0 * compute(output, weight).sum()
-    )
-    with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
-        model(input_ids=ids)
-    with pytest.raises(ReceiptError, match=f"aten.{name}.* had no"):
-        receipt.check()
-    assert not [problem for problem in receipt.problems() if "recomputed" in problem]
 
 
 def test_a_backward_pass_behind_the_context_is_refused(model, ids):

@@ -98,127 +98,107 @@ def test_an_audit_changes_no_bit(make_model, monkeypatch, noise):
     assert all(torch.equal(*pair) for pair in zip(audited, computed(), strict=True))
 
 
-WRONG_KEYS = {
-    "without the step": lambda derived, key, stream, passed, part: derived(key._replace(step=0), stream, passed, part),
-    "without the seed": lambda derived, key, stream, passed, part: derived(key._replace(seed=0), stream, passed, part),
-    "without the layer": lambda derived, key, stream, passed, part: derived(key, stream, passed, 0),
-    "without the pass": lambda derived, key, stream, passed, part: derived(key, stream, 0, part),
-    "without the phase": lambda derived, key, stream, passed, part: derived(key, "noise", passed, part),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG_KEYS)
-def test_a_wrong_key_is_refused(model, monkeypatch, wrong):
-    replace(monkeypatch, NoiseKey, "derived", WRONG_KEYS[wrong])
-    with pytest.raises(ReceiptError, match=NOT_REQUESTED):
-        generate(model).check()
-
-
-def test_a_call_number_that_stands_still_is_refused(model, monkeypatch):
-    replace(monkeypatch, Machine, "_source", lambda source, *args: source(*args)._replace(call=1))
-    with pytest.raises(ReceiptError, match=NOT_REQUESTED):
-        generate(model).check()
-
-
-def test_gradients_of_the_factors_exchanged_are_refused(model, monkeypatch):
-    def source(original, *args):
-        found = original(*args)
-        return found._replace(stream=3 - found.stream)
-
-    replace(monkeypatch, Machine, "_gradient_source", source)
-    with pytest.raises(ReceiptError, match=rf"backward: (mm|bmm) in .*{NOT_REQUESTED}"):
-        step(model).check()
-
-
 def _clean_where(is_clean):
-    """A sabotage that counts every product, and leaves those exact for which `is_clean(machine, result)`."""
+    """Every product is counted, and those stay exact for which `is_clean(machine, result)`."""
 
     def on_result(original, self, operator, result, *others):
         exact = result.clone()
         noised = original(self, operator, result, *others)
         return noised.copy_(exact) if is_clean(self, exact) else noised
 
-    return on_result
+    return Machine, "_on_result", on_result, NOT_REQUESTED
 
 
-@pytest.mark.parametrize(
-    "is_clean",
-    [
-        lambda self, result: result.shape[-2] == len(TOKENS),
-        lambda self, result: result.shape[-2] > len(TOKENS),
-        lambda self, result: self.places.local.passed % 2 == 1,
-        lambda self, result: self.places.local.passed > 1,
-        lambda self, result: self.places.local.here.part == 1 and self.places.local.here.calls == 3,
-        lambda self, result: True,
-    ],
-    ids=["decoding", "prompt", "every second forward", "all but two forwards", "one projection", "all"],
-)
-def test_products_that_are_counted_but_clean_are_refused(model, monkeypatch, is_clean):
-    replace(monkeypatch, Machine, "_on_result", _clean_where(is_clean))
-    with pytest.raises(ReceiptError, match=NOT_REQUESTED):
-        generate(model).check()
-
-
-def test_noise_on_a_copy_is_refused(model, monkeypatch):
-    def on_a_copy(original, values, *others):
-        original(values.clone(), *others)
-
-    replace(monkeypatch, machine, "apply_error_", on_a_copy)
-    with pytest.raises(ReceiptError, match=f"{NOT_REQUESTED}: they have no error"):
-        generate(model).check()
-
-
-@pytest.mark.parametrize("times", [0.5, 1.1])
-def test_another_scale_is_refused(model, monkeypatch, times):
-    def scaled(original, values, error, source):
-        original(values, error.model_copy(update={"scale": times * error.scale}), source)
-
-    replace(monkeypatch, machine, "apply_error_", scaled)
-    with pytest.raises(ReceiptError, match=rf"mm in .*whose error is {times:.2f} times the requested one"):
-        generate(model).check()
-
-
-def test_noise_that_is_put_on_twice_is_refused(model, monkeypatch):
-    def twice(original, values, error, source):
-        original(values, error, source)
-        original(values, error, source)
-
-    replace(monkeypatch, machine, "apply_error_", twice)
-    with pytest.raises(ReceiptError, match=NOT_REQUESTED):
-        generate(model).check()
-
-
-@pytest.mark.parametrize("operators", ["mm", "bmm"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_noise_on_some_rows_is_refused(make_model, monkeypatch, operators, attention):
+def _on_some_rows(is_linear):
     """Rows of a matrix, or the heads of one sequence."""
-    model, noise = make_model(attn_implementation=attention), NOISE
-    if attention == "sdpa":
-        noise = NOISE.model_copy(update={"attention": "fused"})
 
-    def in_part(original, self, operator, result, *others):
+    def on_result(original, self, operator, result, *others):
         exact = result.clone()
         noised = original(self, operator, result, *others)
-        if (operator == "mm") == (operators == "mm"):
+        if (operator == "mm") == is_linear:
             noised[: len(noised) // 2] = exact[: len(noised) // 2]
         return noised
 
-    replace(monkeypatch, Machine, "_on_result", in_part)
+    return Machine, "_on_result", on_result, NOT_REQUESTED
+
+
+def _scaled(times):
+    def scaled(original, values, error, source):
+        original(values, error.model_copy(update={"scale": times * error.scale}), source)
+
+    return machine, "apply_error_", scaled, rf"mm in .*whose error is {times:.2f} times the requested one"
+
+
+def _keyed(derived):
+    return NoiseKey, "derived", derived, NOT_REQUESTED
+
+
+def _on_a_copy(original, values, *others):
+    original(values.clone(), *others)
+
+
+def _twice(original, *call):
+    original(*call)
+    original(*call)
+
+
+SABOTAGES = {
+    "key without the step": _keyed(lambda derived, key, *of: derived(key._replace(step=0), *of)),
+    "key without the seed": _keyed(lambda derived, key, *of: derived(key._replace(seed=0), *of)),
+    "key without the layer": _keyed(lambda derived, key, stream, passed, part: derived(key, stream, passed, 0)),
+    "key without the pass": _keyed(lambda derived, key, stream, passed, part: derived(key, stream, 0, part)),
+    "key without the phase": _keyed(lambda derived, key, stream, *of: derived(key, "noise", *of)),
+    "call": (Machine, "_source", lambda source, *args: source(*args)._replace(call=1), NOT_REQUESTED),
+    "decoding clean": _clean_where(lambda self, result: result.shape[-2] == len(TOKENS)),
+    "prompt clean": _clean_where(lambda self, result: result.shape[-2] > len(TOKENS)),
+    "every second forward clean": _clean_where(lambda self, result: self.places.local.passed % 2 == 1),
+    "all but two forwards clean": _clean_where(lambda self, result: self.places.local.passed > 1),
+    "one projection clean": _clean_where(
+        lambda self, result: self.places.local.here.part == 1 and self.places.local.here.calls == 3
+    ),
+    "all clean": _clean_where(lambda self, result: True),
+    "on a copy": (machine, "apply_error_", _on_a_copy, f"{NOT_REQUESTED}: they have no error"),
+    "half": _scaled(0.5),
+    "a tenth more": _scaled(1.1),
+    "twice": (machine, "apply_error_", _twice, NOT_REQUESTED),
+    "some rows of linear modules": _on_some_rows(True),
+    "some heads": _on_some_rows(False),
+}
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_other_noise_on_results_is_refused(model, monkeypatch, sabotage):
+    *replaced, words = SABOTAGES[sabotage]
+    replace(monkeypatch, *replaced)
+    with pytest.raises(ReceiptError, match=words):
+        generate(model).check()
+
+
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_noise_on_some_rows_beside_fused_attention_is_refused(make_model, monkeypatch, is_linear):
+    model = make_model(attn_implementation="sdpa")
+    replace(monkeypatch, *_on_some_rows(is_linear)[:3])
     with pytest.raises(ReceiptError, match=NOT_REQUESTED):
-        generate(model, noise).check()
+        generate(model, NOISE.model_copy(update={"attention": "fused"})).check()
 
 
-@pytest.mark.parametrize("only", [1, 2])
-def test_noise_on_the_gradient_of_one_factor_only_is_refused(model, monkeypatch, only):
-    on_result = Machine._on_result
+def _exchanged(original, *args):
+    found = original(*args)
+    return found._replace(stream=3 - found.stream)
 
-    def one_factor(self, operator, result, *others):
-        exact = result.clone()
-        noised = on_result(self, operator, result, *others)
-        is_gradient = self._where()[1]
-        return noised.copy_(exact) if is_gradient and self.places.local.nth == only - 1 else noised
 
-    monkeypatch.setattr(Machine, "_on_result", one_factor)
+def _one_factor(only):
+    def is_clean(self, result):
+        return self._where()[1] and self.places.local.nth == only - 1
+
+    return _clean_where(is_clean)[:3]
+
+
+@pytest.mark.parametrize(
+    "sabotage", [(Machine, "_gradient_source", _exchanged), _one_factor(1), _one_factor(2)], ids=["exchanged", "1", "2"]
+)
+def test_other_noise_on_the_gradients_of_factors_is_refused(model, monkeypatch, sabotage):
+    replace(monkeypatch, *sabotage)
     with pytest.raises(ReceiptError, match=rf"backward: (mm|bmm) in .*{NOT_REQUESTED}"):
         step(model).check()
 

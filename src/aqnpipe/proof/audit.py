@@ -24,7 +24,6 @@ from aqnpipe.errors import ModelError
 from aqnpipe.models.calls import num_tokens
 from aqnpipe.models.parts import PlaceHook, hooks_around
 from aqnpipe.proof.comparison import compare_exact
-from aqnpipe.proof.linear import PLAIN, factors_of, linears_of, product_node, watch_unobserved
 from aqnpipe.proof.observation import VISIT, AuditThread, Observation, Visit, watch_backward
 from aqnpipe.proof.operations import machine_name
 from aqnpipe.proof.operators import OperatorAudit
@@ -33,7 +32,7 @@ from aqnpipe.proof.random_numbers import Draws
 from aqnpipe.proof.receipt import MachineReceipt, cell_of
 from aqnpipe.proof.recompute import Arguments, Shards, in_whole
 from aqnpipe.proof.request import AuditRequest
-from aqnpipe.proof.watches import Watches
+from aqnpipe.proof.watches import PLAIN, Watches, factors_of, linears_of, product_node, watch_unobserved
 
 _EXPECTED_AUDITS = 4
 _LEAST_SHARE = 1 / 64

@@ -17,7 +17,6 @@ from aqnpipe.config.noise import AppliedError, FakeQuantization, MeasuredError, 
 from aqnpipe.noise.receipts.table import Place
 from aqnpipe.proof.comparison import best_explained, compare, compare_exact
 from aqnpipe.proof.elementwise import ELEMENTWISE
-from aqnpipe.proof.linear import PLAIN, values_of
 from aqnpipe.proof.observation import VISIT, AuditThread, Mode, Observation
 from aqnpipe.proof.operations import (
     ATTENTION_OF_VLLM,
@@ -45,7 +44,7 @@ from aqnpipe.proof.recompute import (
     unchanged,
 )
 from aqnpipe.proof.request import AuditRequest
-from aqnpipe.proof.watches import operator_name
+from aqnpipe.proof.watches import PLAIN, operator_name, values_of
 
 NORM, NORM_GRADIENT, ATTENTION, SUM, MODULE_ERROR = "norm", "norm_gradient", "attention", "sum", "module_error"
 """Operators of the package `aqnpipe`, which put errors on what is no result of an operator of torch."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aqnpipe.errors import ReceiptError
-from aqnpipe.noise.injection.requested import FORWARD_KINDS
+from aqnpipe.noise.injection.sites import FORWARD_KINDS
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder, differing, label, paired, problems_of_workers, refuse

@@ -13,7 +13,7 @@ from aqnpipe.config.measured_noise import OperatorError
 from aqnpipe.config.noise import AppliedError, FakeQuantization, Phase, quantity_of, requested_size
 from aqnpipe.machine.machine import Noised
 from aqnpipe.models.layout import layer_of, rms_norms, weight_of
-from aqnpipe.noise.injection.requested import FIRST_MODULE, HIDDEN_STATES, hidden_stream
+from aqnpipe.noise.injection.sites import FIRST_MODULE, HIDDEN_STATES, hidden_stream
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Place, Row
 from aqnpipe.proof.comparison import compare, measured_size, spacing, wrong_weights

@@ -38,8 +38,7 @@ from aqnpipe.models.layout import refuse_norms_without_weight
 from aqnpipe.models.parts import PlaceHook, hooks_around
 from aqnpipe.noise.injection.faults import ActiveFaults, FaultInjection, on_input, on_output, simulated_fault_hooks
 from aqnpipe.noise.injection.measurements import PhaseMeasurements
-from aqnpipe.noise.injection.requested import FIRST_MODULE, audit_request, module_errors
-from aqnpipe.noise.injection.sites import ModelSites
+from aqnpipe.noise.injection.sites import FIRST_MODULE, ModelSites, audit_request, module_errors
 from aqnpipe.noise.kernels.quantization import round_as_cached
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import CACHE
