@@ -229,26 +229,21 @@ class _Site:
     sigma: float
 
 
+@dataclass(eq=False)
 class FaultInjection:
     """The sites of one phase: those of the machine's faults, and decoder layers with a sigma above 0.
 
-    `find` returns the module of a site (model, layer index, name), or raises ModelError if there is no such site.
+    `_site_module` returns the module of a site (model, layer index, name), or raises ModelError if there is none.
     `shared` is for sites whose output is spread over tensor-parallel workers.
     """
 
-    def __init__(
-        self,
-        state: "_RunningPhase",
-        active_faults: Sequence[ActiveFault],
-        hidden_sigmas: Mapping[int, float],
-        find: Callable[[nn.Module, int, str], nn.Module],
-        shared: SharedSite | None,
-    ) -> None:
-        self.state = state
-        self._active_faults = active_faults
-        self._hidden_sigmas = hidden_sigmas
-        self._site_module = find
-        self._shared = shared
+    state: "_RunningPhase"
+    active_faults: Sequence[ActiveFault]
+    hidden_sigmas: Mapping[int, float]
+    _site_module: Callable[[nn.Module, int, str], nn.Module]
+    shared: SharedSite | None
+
+    def __post_init__(self) -> None:
         self._sites = self._find()
 
     def install(self, stack: ExitStack) -> None:
@@ -258,24 +253,24 @@ class FaultInjection:
 
     def _find(self) -> list[_Site]:
         faults: dict[tuple[int, str], dict[int, ActiveFault]] = {
-            (layer, "layer_output"): {} for layer, sigma in self._hidden_sigmas.items() if sigma > 0
+            (layer, "layer_output"): {} for layer, sigma in self.hidden_sigmas.items() if sigma > 0
         }
-        for number, active in enumerate(self._active_faults):
+        for number, active in enumerate(self.active_faults):
             faults.setdefault((active.fault.layer, active.fault.site), {})[number] = active
         return [
             _Site(
                 layer,
                 self._site_module(self.state.model, layer, site),
                 site_faults,
-                self._hidden_sigmas.get(layer, 0.0) if site == "layer_output" else 0.0,
+                self.hidden_sigmas.get(layer, 0.0) if site == "layer_output" else 0.0,
             )
             for (layer, site), site_faults in faults.items()
         ]
 
     def _leave(self, site: _Site, module: nn.Module, args: Any, output: Any) -> Any:
         through: Callable[[Tensor], Tensor] = partial(self._through, site)
-        if self._shared is not None:
-            through = self._shared(module, through)
+        if self.shared is not None:
+            through = self.shared(module, through)
         return on_output(through, module, args, output)
 
     def _through(self, site: _Site, hidden: Tensor) -> Tensor:

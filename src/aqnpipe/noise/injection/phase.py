@@ -11,6 +11,7 @@ The recorder gets what each of them has seen, and makes the receipt of it.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -76,9 +77,7 @@ def phase_noise(
     if tuple(active.fault for active in faults) != spec.faults:
         raise ValueError(f"active faults {[active.fault for active in faults]} are not those of the spec {spec.faults}")
     sites = model if isinstance(model, ModelSites) else ModelSites(model)
-    running = _RunningPhase(
-        sites, spec, phase, key, recorder, faults, backward=backward, hidden_sigmas=hidden_sigmas or {}
-    )
+    running = _RunningPhase(sites, spec, phase, key, recorder, faults, backward, hidden_sigmas or {})
     recorder.note_installed(
         phase,
         operator_noise=spec.operator_noise,
@@ -93,30 +92,24 @@ def phase_noise(
     recorder.settle()
 
 
+@dataclass(eq=False)
 class _RunningPhase:
     """One phase on one model. `forward_index` counts the passes of the model in this phase."""
 
-    def __init__(
-        self,
-        sites: ModelSites,
-        spec: NoiseSpec,
-        phase: Phase,
-        key: NoiseKey,
-        recorder: ReceiptRecorder,
-        faults: ActiveFaults,
-        *,
-        backward: bool,
-        hidden_sigmas: Mapping[int, float],
-    ) -> None:
+    sites: ModelSites
+    spec: NoiseSpec
+    phase: Phase
+    key: NoiseKey
+    recorder: ReceiptRecorder
+    faults: ActiveFaults
+    backward: bool
+    hidden_sigmas: Mapping[int, float]
+    forward_index: int = -1
+
+    def __post_init__(self) -> None:
+        sites, spec, phase, key, recorder = self.sites, self.spec, self.phase, self.key, self.recorder
         recorder.note_key(phase, *key)
         self.model = sites.model
-        self._sites = sites
-        self.phase: Phase = phase
-        self.recorder = recorder
-        self.forward_index = -1
-        self._key = key
-        self._faults = faults
-        self._hidden_sigmas = hidden_sigmas
         self._layers, self._parts = sites.layers, sites.parts
         noise, modules = spec.operator_noise_in(phase), spec.module_noise_in(phase)
         self._module_noise: ModuleNoise | None = modules
@@ -125,11 +118,10 @@ class _RunningPhase:
             recorder.add(phase, largest_selected=len(self._modules))
         if noise is not None:
             self._refuse_unfitting(noise)
-        self._expects_backward = backward
-        noises_gradients = backward and noise is not None and "backward" in noise.phases
+        noises_gradients = self.backward and noise is not None and "backward" in noise.phases
         seed, step = recorder.position(key.seed, key.step)
         due = NoiseKey(seed, step if phase != "validation" else key.step, key.micro_step, key.rank)
-        asked = audit_request(sites, phase, due, recorder, faults, backward=noises_gradients)
+        asked = audit_request(sites, phase, due, recorder, self.faults, backward=noises_gradients)
         self._measurements = PhaseMeasurements(
             asked,
             phase,
@@ -173,7 +165,7 @@ class _RunningPhase:
             raise ModelError(f"operator noise of layers {beyond}: the model has layers 0 to {len(self._layers) - 1}")
         if isinstance(noise.error, MeasuredError):
             refuse_norms_without_weight(self.model)
-        kernel, expected = self._sites.kernel, self._sites.attention or noise.attention
+        kernel, expected = self.sites.kernel, self.sites.attention or noise.attention
         if expected != noise.attention and not isinstance(noise.error, FakeQuantization):
             self.recorder.note_mismatch(
                 f"{self.phase}: operator_noise.attention is {noise.attention}, and the model has {kernel} attention, "
@@ -181,7 +173,7 @@ class _RunningPhase:
             )
 
     def _errors_of_modules(self) -> dict[int, ModuleError]:
-        found = module_errors(self._sites, self.phase, self._module_noise, self._hidden_sigmas)
+        found = module_errors(self.sites, self.phase, self._module_noise, self.hidden_sigmas)
         return {place: ModuleError(one.operator, one.error, one.stream, one.shards) for place, one in found.items()}
 
     def _connect_audit(self) -> None:
@@ -190,7 +182,7 @@ class _RunningPhase:
         audit.before_observed = lambda: measurements.compare_norms(self.model, exactly)
         audit.on_compared = measurements.measure
         audit.checks_exact = True
-        audit.reads_one_token = lambda args, kwargs: self._sites.reads_one_token(self.forward_index + 1, args, kwargs)
+        audit.reads_one_token = lambda args, kwargs: self.sites.reads_one_token(self.forward_index + 1, args, kwargs)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -201,14 +193,14 @@ class _RunningPhase:
             for handle in handles:
                 stack.callback(handle.remove)
 
-        sites, roots = self._sites, self._sites.roots
+        sites, roots = self.sites, self.sites.roots
         sites.install_before(stack, self._machine)
         stack.enter_context(self._machine.running(roots, self._parts))
         sites.install_behind(stack)
         keep(*sites.passes(self._enter_model, self._leave_model))
         keep(*self._audit.add_model(roots, self._parts, sites.names))
         stack.enter_context(self._audit.running())
-        expects_backward = self._expects_backward and torch.is_grad_enabled()
+        expects_backward = self.backward and torch.is_grad_enabled()
         for part, module in self._parts.items():
             note = partial(self._note_gradient, part) if expects_backward else None
             keep(*hooks_around(module, note, None, partial(self._leave_part, part), is_first=False))
@@ -234,7 +226,7 @@ class _RunningPhase:
                 keep(module.register_forward_hook(PlaceHook(partial(on_output, put))))
         for name in simulated_fault_hooks(self.model):
             self.recorder.note_mismatch(f"{name}: a simulated fault was there, none was requested")
-        FaultInjection(self, self._faults, self._hidden_sigmas, sites.site, sites.shared).install(stack)
+        FaultInjection(self, self.faults, self.hidden_sigmas, sites.site, sites.shared).install(stack)
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self.forward_index += 1
@@ -247,7 +239,7 @@ class _RunningPhase:
             with self._machine.exactly():
                 self._observation.end(output)
             # The table of answers says that every question of an evaluation was read.
-            step = None if self.phase == "evaluation" else self._key.step
+            step = None if self.phase == "evaluation" else self.key.step
             self.recorder.add(self.phase, step, passes=1, **self._observation.columns)
 
     def _leave_part(self, part: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -273,7 +265,7 @@ class _RunningPhase:
 
     def seed(self, stream: str, *counters: int) -> int:
         """Return the seed of `stream` in this forward pass: it depends on the place alone, so it can be replayed."""
-        return self._key.derived(stream, self.forward_index, *counters)
+        return self.key.derived(stream, self.forward_index, *counters)
 
     def noised_hidden(self, layer: int, sigma: float, hidden: Tensor) -> Tensor:
         """Return a decoder layer's hidden states with AQN's relative noise; gradients pass straight through."""
