@@ -300,7 +300,9 @@ def test_a_backward_pass_past_the_fault_is_refused(model):
 def test_a_gradient_that_leaks_through_a_dead_zone_is_refused(model, monkeypatch):
     """Straight through instead of masked."""
     monkeypatch.setattr(
-        faults, "dead_zone", lambda hidden, m, top: hidden - (hidden * (hidden.abs() < m * top)).detach()
+        faults,
+        "faulty_values",
+        lambda hidden, fault, top, _: hidden - (hidden * (hidden.abs() < fault.magnitude * top)).detach(),
     )
     _, receipt = gradient_run(model, DEAD_ZONE)
     with pytest.raises(ReceiptError, match="elements that it replaced passed a gradient"):
