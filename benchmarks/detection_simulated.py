@@ -56,9 +56,8 @@ from aqnpipe.data.loader import load_problems
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.diagnosis.exact_probes import ExactResult, run_exact
 from aqnpipe.diagnosis.scans import run_scans
-from aqnpipe.models.layout import decoder_layers
+from aqnpipe.models.layout import decoder_layers, layer_sites, site_module
 from aqnpipe.models.loading import load_model, load_tokenizer
-from aqnpipe.models.sites import layer_sites, site_module
 from aqnpipe.noise.injection.faults import SPIKE_PROBABILITY, faulty_channels, simulated_faults
 from aqnpipe.seeding import derive_seed
 

@@ -23,8 +23,8 @@ from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.models.loading import load_model, source_folder
 from aqnpipe.parity.capture_file import Capture, seal
+from aqnpipe.parity.compare import parity_of
 from aqnpipe.parity.effects import Substitutions
-from aqnpipe.parity.parity import parity_of
 from parity import CONSOLE, LOW, MODELS, config_of, token_ids_of
 
 
@@ -40,7 +40,7 @@ def main() -> None:
         first = sealed(name, ids, None)
         model = load_model(source_folder(ModelConfig(source=name)), dtype="float32", attention="eager")
         parity = parity_of(
-            first, sealed(name, ids, first), lambda sides, model=model: Substitutions(model, sides, 1).measured()
+            first, sealed(name, ids, first), lambda sides, model=model: Substitutions(model, sides).measured()
         )
         report(name, parity, model, first.sequences, arguments.noise_seeds)
 

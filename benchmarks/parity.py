@@ -35,11 +35,10 @@ from aqnpipe.data.loader import load_problems
 from aqnpipe.data.prompts import prompt_token_ids
 from aqnpipe.generation.vllm.launch import vllm_version
 from aqnpipe.models.loading import describe_model, load_tokenizer, source_folder
-from aqnpipe.parity.capture import capture
+from aqnpipe.parity.capture import capture, model_facts
 from aqnpipe.parity.capture_file import Capture, seal, write_capture
+from aqnpipe.parity.compare import parity_of
 from aqnpipe.parity.effects import Substitutions
-from aqnpipe.parity.identity import model_facts
-from aqnpipe.parity.parity import parity_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "parity.md"
@@ -288,7 +287,7 @@ def measure_speed(num_layers: int, hidden: int, vocabulary: int, megabytes: int)
 def substituted_parity(model: Qwen2ForCausalLM, folder: Path, first: Capture, second: Capture) -> ParityFile:
     """Return the parity of two captures, as `aqnpipe parity --model` makes it."""
     model_facts(folder, str(folder))
-    return parity_of(first, second, lambda sides: Substitutions(model, sides, 1).measured())
+    return parity_of(first, second, lambda sides: Substitutions(model, sides).measured())
 
 
 def forward_seconds(model: Qwen2ForCausalLM, ids: list[list[int]], batch_size: int) -> float:

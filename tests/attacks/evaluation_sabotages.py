@@ -622,7 +622,7 @@ SABOTAGES = of_group(
         evaluating(
             "cache not reordered",
             "rows that move read the keys of others",
-            replaced(("aqnpipe.generation.kv_cache.InPlaceLayer.reorder_cache", _not_reordered)),
+            replaced(("aqnpipe.generation.transformers_backend.InPlaceLayer.reorder_cache", _not_reordered)),
             rf"{_ANSWERED}|cache",
         ),
         evaluating(
@@ -634,13 +634,13 @@ SABOTAGES = of_group(
         evaluating(
             "cache in bfloat16",
             "keys and values are rounded",
-            replaced(("aqnpipe.generation.kv_cache.InPlaceLayer.update", _rounded_cache)),
+            replaced(("aqnpipe.generation.transformers_backend.InPlaceLayer.update", _rounded_cache)),
             rf"{_MODEL}|cache",
         ),
         evaluating(
             "stale cache",
             "one place of each prompt has the keys of another",
-            replaced(("aqnpipe.generation.kv_cache.InPlaceLayer.update", _stale_cache)),
+            replaced(("aqnpipe.generation.transformers_backend.InPlaceLayer.update", _stale_cache)),
             rf"{_MODEL}|cache",
         ),
         evaluating(

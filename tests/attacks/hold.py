@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from aqnpipe.models.calls import num_tokens
+from aqnpipe.models.parts import num_tokens
 
 KERNEL = "aqnpipe.noise.kernels.error_models.add_relative_gaussian_"
 ON_RESULT = "aqnpipe.machine.machine.Machine._on_result"

@@ -23,7 +23,7 @@ from aqnpipe.data.prompts import format_prompt
 from aqnpipe.errors import AqnpipeError, ConfigError, DataError, ModelError, printable
 from aqnpipe.models.loading import create_model, load_model, load_tokenizer, prepare_model
 from aqnpipe.models.shapes import shape_from_config
-from aqnpipe.models.trial import TEMPLATE_FOLDER
+from aqnpipe.models.untrusted import TEMPLATE_FOLDER
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,7 @@ from noise_sabotages import evaluating, training
 from sabotage import Apply, of_group
 
 from aqnpipe.generation import rollout_engines
-from aqnpipe.generation.kv_cache import InPlaceLayer
-from aqnpipe.generation.transformers_backend import _Batch
+from aqnpipe.generation.transformers_backend import InPlaceLayer, _Batch
 from aqnpipe.noise.injection.phase import phase_noise
 
 _TRAINER = "aqnpipe.training.trainer.phase_noise"

@@ -24,7 +24,7 @@ from aqnpipe.cli.study import open_study
 from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.study import shown_path
 from aqnpipe.errors import ConfigError
-from aqnpipe.models.trial import templates_in
+from aqnpipe.models.untrusted import templates_in
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "config"

@@ -6,8 +6,7 @@ from decoder_families import tiny_model_of
 
 from aqnpipe.diagnosis.probes.flow import mixture_check
 from aqnpipe.diagnosis.probes.sequences import probe_sequences
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites
+from aqnpipe.models.layout import decoder_layers, layer_sites
 
 LAYER = 1
 

@@ -6,7 +6,7 @@ import torch
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.exact_probes import run_exact
 from aqnpipe.diagnosis.verdict import judge
-from aqnpipe.models.sites import site_module
+from aqnpipe.models.layout import site_module
 
 CONFIG = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.02, miss_probability=0.1)
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]

@@ -11,8 +11,7 @@ from aqnpipe.diagnosis.exact_probes import run_exact, tokens_needed
 from aqnpipe.diagnosis.probes import layers, linears
 from aqnpipe.diagnosis.verdict import judge
 from aqnpipe.errors import ModelError
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites, site_module
+from aqnpipe.models.layout import decoder_layers, layer_sites, site_module
 from aqnpipe.noise.injection.faults import faulty_channels, simulated_faults
 
 CONFIG = DiagnosisConfig()

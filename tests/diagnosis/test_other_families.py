@@ -9,7 +9,7 @@ from aqnpipe.diagnosis.capture import capture_layer_inputs
 from aqnpipe.diagnosis.exact_probes import run_exact
 from aqnpipe.diagnosis.probes.flow import HANDOFFS
 from aqnpipe.errors import ModelError
-from aqnpipe.models.sites import site_module
+from aqnpipe.models.layout import site_module
 
 CONFIG = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.05, miss_probability=0.1)
 

@@ -11,7 +11,7 @@ from aqnpipe.artifacts.runs import RunRecord, StageFiles
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.errors import ModelError
 from aqnpipe.evaluation.stage import evaluate
-from aqnpipe.models.adapted import ADAPTERS_FILE
+from aqnpipe.models.prepared import ADAPTERS_FILE
 from aqnpipe.noise.receipts.receipt import EvaluationReceipts, Receipt
 
 LORA = {"rank": 4, "alpha": 8}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import aqnpipe.generation.backend_choice as choice
-import aqnpipe.generation.vllm.requirements as requirements
+import aqnpipe.generation.vllm.launch as requirements
 from aqnpipe.config.generation import GenerationConfig
 from aqnpipe.config.model import builtin_folder, read_model_config
 from aqnpipe.device import Device

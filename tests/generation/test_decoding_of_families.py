@@ -5,8 +5,7 @@ import torch
 from decoder_families import FAMILIES, tiny_model_of
 
 from aqnpipe.errors import ModelError
-from aqnpipe.generation.kv_cache import BufferPool
-from aqnpipe.generation.transformers_backend import decode
+from aqnpipe.generation.transformers_backend import BufferPool, decode
 from aqnpipe.models.layout import decoder_layers
 
 SPECIAL = [

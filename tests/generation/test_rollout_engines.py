@@ -13,8 +13,7 @@ from aqnpipe.generation.noisy_passes import PassMeasurements
 from aqnpipe.generation.rollout_engines import Rollout, VllmRolloutEngine
 from aqnpipe.generation.vllm import weights as weight_sync
 from aqnpipe.generation.vllm.engine import VllmEngine
-from aqnpipe.generation.vllm.weight_buffer import opened
-from aqnpipe.generation.vllm.weights import Digests, load_sent
+from aqnpipe.generation.vllm.weights import Digests, load_sent, opened
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.models.layout import norms_sha256

@@ -1,7 +1,9 @@
 """vLLM's CUDA graphs: which engines have them, which passes replay them, and what proves it. Graphs stand in."""
 
 import enum
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.config.noise import AdaptiveNoise, Fault, ModuleNoise, NoiseSpec, OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise
+from aqnpipe.generation.vllm import worker
 from aqnpipe.generation.vllm.engine import VllmEngine
-from aqnpipe.generation.vllm.graphs import WorkerGraphs, graph_settings, why_no_graphs
+from aqnpipe.generation.vllm.launch import graph_settings, why_no_graphs
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
-from aqnpipe.generation.vllm.worker import _WorkerPass
+from aqnpipe.generation.vllm.worker import WorkerGraphs, WorkerPass
 from aqnpipe.generation.vllm.worker_merge import checked_measurements
+from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 NOISE = OperatorNoise(error=RelativeGaussian(scale=0.05))
@@ -116,8 +120,9 @@ def passed(noise, steps=3):
     """Return the recorder of a pass whose prompts are read by Python and whose other steps the runner decodes."""
     runner = Runner()
     engine = SimpleNamespace(layers=[None] * 3, model=nn.Module())
-    current = _WorkerPass(engine, noise, WorkerGraphs(runner))
-    current.begin_batch(SimpleNamespace(close=lambda: None), {}, 7)
+    current = WorkerPass(engine, noise, WorkerGraphs(runner))
+    with mock.patch.object(worker, "engine_noise", return_value=nullcontext({})):
+        current.begin_batch(NoiseKey(seed=3, step=7))
     current.recorder.add(noise.phase, passes=1)
     for _ in range(steps):
         runner.decode()

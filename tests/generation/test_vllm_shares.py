@@ -14,10 +14,8 @@ from torch import nn
 from aqnpipe.config.noise import OperatorNoise, RelativeGaussian
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise
-from aqnpipe.generation.vllm.linears import Linear, Projection, head_of, linear_of, share
-from aqnpipe.generation.vllm.modules import EngineLayer
-from aqnpipe.generation.vllm.replacement import replace
-from aqnpipe.generation.vllm.shares import find_shares
+from aqnpipe.generation.vllm.injection import replace
+from aqnpipe.generation.vllm.modules import EngineLayer, Linear, Projection, find_shares, head_of, linear_of, share
 from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.noise.kernels.shards import Shard
 from aqnpipe.noise.receipts.receipt_content import RecorderState

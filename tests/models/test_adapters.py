@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from aqnpipe.cli.main import app
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError, ReceiptError
-from aqnpipe.models.adapted import ADAPTERS_FILE, HEADER_KEY, AdaptersHeader, find_base, read_adapters_header
 from aqnpipe.models.adapters import (
     MergedForEngine,
     adapted_modules,
@@ -26,10 +25,16 @@ from aqnpipe.models.adapters import (
     refuse_other_adapters,
     save_adapters,
 )
-from aqnpipe.models.layout import select_modules
+from aqnpipe.models.layout import layer_sites, select_modules, site_module
 from aqnpipe.models.loading import describe_model
-from aqnpipe.models.prepared import write_prepared_model
-from aqnpipe.models.sites import layer_sites, site_module
+from aqnpipe.models.prepared import (
+    ADAPTERS_FILE,
+    HEADER_KEY,
+    AdaptersHeader,
+    find_base,
+    read_adapters_header,
+    write_prepared_model,
+)
 
 LORA = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
 

@@ -1,3 +1,5 @@
+"""Models are prepared with safe files alone, loaded whole, and known again where they learned nothing."""
+
 import json
 import shutil
 import sys
@@ -11,8 +13,8 @@ from transformers.utils import logging as transformers_logging
 from aqnpipe.config.model import ModelConfig, builtin_folder
 from aqnpipe.errors import ModelError
 from aqnpipe.models import loading
-from aqnpipe.models.loading import load_model, load_tokenizer, prepare_model, weights_sha256
-from aqnpipe.models.prepared import read_prepared_model
+from aqnpipe.models.loading import is_untrained, load_model, load_tokenizer, prepare_model, weights_sha256
+from aqnpipe.models.prepared import ADAPTERS_FILE, read_prepared_model
 
 
 @pytest.fixture
@@ -232,3 +234,34 @@ def test_unreadable_record_is_one_clear_error(tmp_path):
     (tmp_path / loading.PREPARED_MODEL_FILE).write_text("{}")
     with pytest.raises(ModelError, match="no checksum in it"):
         read_prepared_model(tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return written(tmp_path / "model", "model.safetensors", {"a": torch.arange(4.0), "b": torch.ones(2, 2)})
+
+
+def written(folder, name, tensors):
+    folder.mkdir()
+    save_file(tensors, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_of_the_model_are_untrained(tmp_path, model, dtype):
+    tensors = {"a": torch.arange(4.0).to(dtype), "b": torch.ones(2, 2).to(dtype)}
+    assert is_untrained(written(tmp_path / "same", "model.safetensors", tensors), model)
+    tensors["b"][1, 1] = 2
+    assert not is_untrained(written(tmp_path / "other", "model.safetensors", tensors), model)
+
+
+def test_other_names_and_missing_files_are_not_untrained(tmp_path, model):
+    assert not is_untrained(written(tmp_path / "names", "model.safetensors", {"a": torch.arange(4.0)}), model)
+    assert not is_untrained(tmp_path / "gone", model)
+
+
+def test_adapters_are_untrained_while_their_second_factor_is_zero(tmp_path, model):
+    tensors = {"x.lora_A.weight": torch.ones(2, 2), "x.lora_B.weight": torch.zeros(2, 2)}
+    assert is_untrained(written(tmp_path / "start", ADAPTERS_FILE, tensors), model)
+    tensors["x.lora_B.weight"] += 1
+    assert not is_untrained(written(tmp_path / "trained", ADAPTERS_FILE, tensors), model)

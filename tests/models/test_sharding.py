@@ -11,8 +11,15 @@ from two_workers import logs, run_together
 
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models import adapters
-from aqnpipe.models.sharding import GatheringFirst, gathered_weights, split_groups, whole_state_dict
-from aqnpipe.models.shares import element_of, own_share, whole
+from aqnpipe.models.sharding import (
+    GatheringFirst,
+    element_of,
+    gathered_weights,
+    own_share,
+    split_groups,
+    whole,
+    whole_state_dict,
+)
 
 CASES = {
     "clean": {"noisy": False, "checkpointing": False, "tied": True},

@@ -1,5 +1,6 @@
 """Captures of the built-in model, whose files have the digests that a capture names."""
 
+import json
 import shutil
 
 import pytest
@@ -55,3 +56,16 @@ def full(captured):
 def tiny_folder(tmp_path):
     """A copy of the built-in model's folder."""
     return shutil.copytree(TINY, tmp_path / "tiny")
+
+
+@pytest.fixture
+def edited(tiny_folder):
+    """Function (keys of config.json, None to leave one out) -> the copy of the built-in model's folder with them."""
+
+    def edit(**changes):
+        path = tiny_folder / "config.json"
+        config = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: config[key] for key in config if changes.get(key, "") is not None}))
+        return tiny_folder
+
+    return edit

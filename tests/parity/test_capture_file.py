@@ -1,3 +1,5 @@
+"""Files of captures, and which weights in memory are those of a model's files."""
+
 import json
 import zipfile
 
@@ -6,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aqnpipe.errors import ConfigError, DataError, ModelError
-from aqnpipe.parity.capture import check_sequences
+from aqnpipe.noise.kernels.shards import Shard
+from aqnpipe.parity.capture import check_sequences, compare_with_files
 from aqnpipe.parity.capture_file import read_capture, write_capture
-from aqnpipe.parity.parity import parity_of
+from aqnpipe.parity.compare import parity_of
 
 
 def rewritten(path, **members):
@@ -175,3 +178,52 @@ def test_a_pass_that_was_not_asked_for_is_refused(captured):
 
     with pytest.raises(ModelError, match="seen for 72 tokens, expected each of 48 once"):
         captured(change=plant, batch_size=2, num_decoded=0)
+
+
+ROWS, COLUMNS = (0, Shard(start=4, size=3, width=7)), (1, Shard(start=0, size=2, width=4))
+WHOLE = torch.arange(28.0).reshape(7, 4)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_file({"rows": WHOLE, "columns": WHOLE.clone(), "whole": WHOLE.clone()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def held(**changes):
+    padding = torch.full((1, 4), 9.0)
+    own = {"rows": torch.cat((WHOLE[4:7], padding)), "columns": WHOLE[:, :2], "whole": WHOLE}
+    return own | changes
+
+
+def test_a_share_is_compared_with_its_part_of_the_file_and_without_padding(folder):
+    assert compare_with_files(held(), folder, {"rows": ROWS, "columns": COLUMNS}) == (3, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "stale"),
+    [
+        ({"rows": torch.cat((WHOLE[:3], WHOLE[:1]))}, ("rows",)),
+        ({"columns": WHOLE[:, 2:]}, ("columns",)),
+        ({"whole": WHOLE + 1}, ("whole",)),
+    ],
+)
+def test_the_share_of_another_worker_is_stale(folder, changes, stale):
+    assert compare_with_files(held(**changes), folder, {"rows": ROWS, "columns": COLUMNS}) == (3, stale)
+
+
+def test_a_weight_of_another_shape_is_not_compared(folder):
+    save_file({"rows": WHOLE[:6].clone(), "whole": WHOLE}, folder / "model.safetensors")
+    assert compare_with_files(held(), folder, {"rows": ROWS}) == (1, ())
+
+
+def test_a_share_that_is_not_announced_is_not_compared(folder):
+    assert compare_with_files(held(), folder) == (1, ())
+
+
+def test_a_single_value_between_the_compared_ones_is_found_if_every_value_is_asked_for(tmp_path):
+    values = torch.zeros(20_000)
+    save_file({"a": values}, tmp_path / "model.safetensors")
+    changed = values.index_fill(0, torch.tensor([1]), 1.0)
+    assert compare_with_files({"a": changed}, tmp_path) == (1, ())
+    assert compare_with_files({"a": changed}, tmp_path, every_value=True) == (1, ("a",))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from aqnpipe.config.measured_noise import ErrorFigures
-from aqnpipe.parity.compare import error_figures
-from aqnpipe.parity.parity import parity_of
+from aqnpipe.parity.compare import parity_of
+from aqnpipe.parity.figures import error_figures
 
 
 def made_up(figures, rows=400, channels=64, seed=0):

@@ -1,6 +1,5 @@
 """Differences whose cause is known: parity must find the operator and say what it is."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -12,11 +11,11 @@ from transformers.models.qwen2 import modeling_qwen2
 from aqnpipe.artifacts.parities import WITHIN_ROUNDING, ParityFile
 from aqnpipe.errors import DataError
 from aqnpipe.models.layout import is_rms_norm
-from aqnpipe.parity.compare import function_differences
-from aqnpipe.parity.parity import parity_of
+from aqnpipe.parity.compare import function_differences, parity_of
 from aqnpipe.parity.recorder import sampled_channels
 
 LAYERS = 6
+ROPE = {"rope_theta": 500000.0, "rope_type": "default"}
 
 
 def verdicts_of(parity, verdict):
@@ -89,11 +88,16 @@ def test_left_against_right_padding_is_rounding_and_padding_is_never_compared(ca
     assert parity.log_probabilities.largest < 1e-3
 
 
-def test_a_wrong_layer_on_one_side_is_a_fault_of_that_operator(captured, full):
-    def plant(model):
-        model.model.layers[3].mlp.up_proj.register_forward_hook(lambda module, args, output: output * 1.001)
+def hooked(change, path="mlp.up_proj"):
+    """Return what changes the output of a module of layer 3."""
+    return lambda model: model.model.layers[3].get_submodule(path).register_forward_hook(lambda *call: change(call[2]))
 
-    parity = parity_of(full, captured(change=plant, replay=full))
+
+SCALED = hooked(lambda output: output * 1.001)
+
+
+def test_a_wrong_layer_on_one_side_is_a_fault_of_that_operator(captured, full):
+    parity = parity_of(full, captured(change=SCALED, replay=full))
     assert verdicts_of(parity, "fault") == {"up_proj": 1}
     assert parity.first_beyond_rounding == "layers.3.up_proj"
     row = next(row for row in parity.operators if row.name == "layers.3.up_proj")
@@ -103,14 +107,8 @@ def test_a_wrong_layer_on_one_side_is_a_fault_of_that_operator(captured, full):
 
 def test_a_fault_of_decoding_that_no_recorded_token_has_is_named_as_not_compared(captured):
     first = captured(max_rows=8)
-
-    def plant(model):
-        def in_decoding(module, args, output):
-            return 1.2 * output if output.shape[1] == 1 else output
-
-        model.model.layers[3].mlp.up_proj.register_forward_hook(in_decoding)
-
-    parity = parity_of(first, captured(change=plant, replay=first))
+    in_decoding = hooked(lambda output: 1.2 * output if output.shape[1] == 1 else output)
+    parity = parity_of(first, captured(change=in_decoding, replay=first))
     assert parity.verdict == "not located"
     assert parity.verdict not in WITHIN_ROUNDING
     assert parity.summary.startswith("log-probabilities differ although the recorded operators are equal")
@@ -118,10 +116,7 @@ def test_a_fault_of_decoding_that_no_recorded_token_has_is_named_as_not_compared
 
 
 def test_a_wrong_layer_is_found_without_a_replay_too(captured, full):
-    def plant(model):
-        model.model.layers[3].mlp.up_proj.register_forward_hook(lambda module, args, output: output * 1.001)
-
-    parity = parity_of(full, captured(change=plant))
+    parity = parity_of(full, captured(change=SCALED))
     assert not parity.same_inputs
     assert verdicts_of(parity, "fault") == {"up_proj": 1}
     assert parity.operators[0].equal_share is None
@@ -130,14 +125,8 @@ def test_a_wrong_layer_is_found_without_a_replay_too(captured, full):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_one_channel_that_is_not_finite_is_a_fault_and_a_file_can_hold_it(captured, full, value):
     channel = next(number for number in range(320) if number not in sampled_channels(320))
-
-    def plant(model):
-        def overflow(module, args, output):
-            return output.index_fill(-1, torch.tensor([channel]), value)
-
-        model.model.layers[3].mlp.up_proj.register_forward_hook(overflow)
-
-    parity = parity_of(full, captured(change=plant, replay=full))
+    overflow = hooked(lambda output: output.index_fill(-1, torch.tensor([channel]), value))
+    parity = parity_of(full, captured(change=overflow, replay=full))
     assert verdicts_of(parity, "fault") == {"up_proj": 1}
     assert "the second side has values that are not finite" in parity.summary
     again = ParityFile.model_validate_json(parity.model_dump_json())
@@ -151,14 +140,8 @@ def test_one_channel_that_is_not_finite_is_a_fault_and_a_file_can_hold_it(captur
 def test_a_dead_channel_that_is_not_sampled_is_a_fault(captured, full, low, path, width, dtype):
     first = full if dtype == "float32" else low
     channel = next(number for number in range(width) if number not in sampled_channels(width))
-
-    def plant(model):
-        def die(module, args, output):
-            return output.index_fill(-1, torch.tensor([channel]), 0.0)
-
-        model.model.layers[3].get_submodule(path).register_forward_hook(die)
-
-    parity = parity_of(first, captured(change=plant, replay=first, dtype=dtype))
+    dead = hooked(lambda output: output.index_fill(-1, torch.tensor([channel]), 0.0), path)
+    parity = parity_of(first, captured(change=dead, replay=first, dtype=dtype))
     assert verdicts_of(parity, "fault") == {path.rsplit(".")[-1]: 1}
 
 
@@ -212,26 +195,18 @@ def test_stale_weights_are_said_as_such(captured, full):
     assert verdicts_of(parity, "fault") == {"o_proj": 1}
 
 
-def test_a_wrong_rope_theta_is_a_fault_of_the_rotations_alone(captured, full, tiny_folder):
-    path = tiny_folder / "config.json"
-    config = json.loads(path.read_text())
-    config["rope_parameters"]["rope_theta"] = 500000.0
-    path.write_text(json.dumps(config))
-    parity = parity_of(full, captured(folder=tiny_folder, replay=full))
+def test_a_wrong_rope_theta_is_a_fault_of_the_rotations_alone(captured, full, edited):
+    parity = parity_of(full, captured(folder=edited(rope_parameters=ROPE), replay=full))
     assert verdicts_of(parity, "fault") == {"rotary_q": LAYERS, "rotary_k": LAYERS}
     assert parity.first_beyond_rounding == "layers.0.rotary_q"
     assert any(setting.startswith("config.rope_parameters") for setting in parity.settings)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_a_replay_another_setting_of_the_model_is_another_function(captured, full, low, tiny_folder, dtype):
+def test_without_a_replay_another_setting_of_the_model_is_another_function(captured, full, low, edited, dtype):
     """Each side's operators are right for its own settings, so no operator shows it."""
     first = {"float32": full, "bfloat16": low}[dtype]
-    path = tiny_folder / "config.json"
-    config = json.loads(path.read_text())
-    config["rope_parameters"]["rope_theta"] = 500000.0
-    path.write_text(json.dumps(config))
-    parity = parity_of(first, captured(folder=tiny_folder, dtype=dtype))
+    parity = parity_of(first, captured(folder=edited(rope_parameters=ROPE), dtype=dtype))
     assert parity.verdict == "different function"
     assert parity.verdict not in WITHIN_ROUNDING
     assert parity.summary.startswith("the two sides do not compute the same function: ")
@@ -239,14 +214,12 @@ def test_without_a_replay_another_setting_of_the_model_is_another_function(captu
     assert f"differ by {parity.log_probabilities.rms:.2g} nats" in parity.summary
 
 
-def test_settings_that_decide_no_value_are_no_other_function(captured, full, tiny_folder):
+def test_settings_that_decide_no_value_are_no_other_function(captured, full, edited):
     """Names, tokens, training, and a default that one file says."""
-    path = tiny_folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"initializer_range": 0.5, "attention_dropout": 0.1, "pad_token_id": 3, "use_cache": False}
-    del config["rms_norm_eps" if config["rms_norm_eps"] == 1e-6 else "initializer_range"]
-    path.write_text(json.dumps(config))
-    parity = parity_of(full, captured(folder=tiny_folder, attention="sdpa"))
+    left_out = "rms_norm_eps" if full.identity.config["rms_norm_eps"] == 1e-6 else "initializer_range"
+    changes = {"initializer_range": 0.5, "attention_dropout": 0.1, "pad_token_id": 3, "use_cache": False}
+    folder = edited(**changes | {left_out: None})
+    parity = parity_of(full, captured(folder=folder, attention="sdpa"))
     assert parity.verdict == "rounding"
     assert parity.log_probabilities.rms < 1e-4
     assert "for the input that it has on its side" in parity.summary
@@ -342,14 +315,12 @@ def test_verdicts_are_counted_over_all_operators(full):
     assert kinds["lm_head"] == 1
 
 
-def test_a_replay_with_a_window_that_is_shorter_than_the_sequences(captured, tiny_folder):
+def test_a_replay_with_a_window_that_is_shorter_than_the_sequences(captured, edited):
     """Keys that were replaced stay in the cache, of which decoded tokens see the last ones."""
-    path = tiny_folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"] * LAYERS}
-    path.write_text(json.dumps(config))
-    first = captured(folder=tiny_folder, num_decoded=4)
-    assert parity_of(first, captured(folder=tiny_folder, num_decoded=4, replay=first)).verdict == "equal"
-    low = parity_of(first, captured(folder=tiny_folder, num_decoded=4, replay=first, dtype="bfloat16"))
+    kinds = ["sliding_attention"] * LAYERS
+    settings = {"folder": edited(use_sliding_window=True, sliding_window=5, layer_types=kinds), "num_decoded": 4}
+    first = captured(**settings)
+    assert parity_of(first, captured(**settings, replay=first)).verdict == "equal"
+    low = parity_of(first, captured(**settings, replay=first, dtype="bfloat16"))
     assert low.verdict == "rounding"
     assert all(row.bound_share < 1 for row in low.operators)

@@ -7,8 +7,8 @@ from aqnpipe.config.model import builtin_folder
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.parity.capture_file import seal
+from aqnpipe.parity.compare import parity_of
 from aqnpipe.parity.forms import SCORES_ROUNDED
-from aqnpipe.parity.parity import parity_of
 from aqnpipe.parity.vllm.capture import capture_vllm
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from aqnpipe.generation.vllm.linears import Linear, Projection, Tap
-from aqnpipe.generation.vllm.modules import EngineLayer, EngineModel
+from aqnpipe.generation.vllm.modules import EngineLayer, EngineModel, Linear, Projection, Tap
 
 WIDTH, HEADS, TOKENS = 16, 2, 20
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import distributed
 
 from aqnpipe.config.noise import RelativeGaussian
-from aqnpipe.generation.vllm.tensor_parallel import exchanged
+from aqnpipe.generation.vllm.serving import exchanged
 from aqnpipe.noise.kernels.error_models import apply_error_
 from aqnpipe.noise.kernels.gaussian import NoiseStream
 from aqnpipe.noise.kernels.shards import Shard, apply_error_to_shards_

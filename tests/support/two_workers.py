@@ -109,7 +109,7 @@ def train(job) -> None:
 
 def held_bytes(trainer) -> dict[str, int]:
     """Return the bytes that this worker holds of weights, of gradients, of moments, and of the reference."""
-    from aqnpipe.models.shares import local
+    from aqnpipe.models.sharding import local
 
     optimizer, weights = trainer._plain_optimizer, list(trainer.policy.parameters())
     moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
@@ -180,8 +180,7 @@ def weights(job) -> None:
     from aqnpipe.config.training import LoraConfig
     from aqnpipe.generation.vllm.weights import Digests, for_engine
     from aqnpipe.models.adapters import MergedForEngine, add_adapters
-    from aqnpipe.models.sharding import shard_model
-    from aqnpipe.models.shares import local
+    from aqnpipe.models.sharding import local, shard_model
     from aqnpipe.training.ranks import gathered
     from conftest import random_qwen2
 

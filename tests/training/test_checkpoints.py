@@ -24,10 +24,15 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.device import Device
 from aqnpipe.errors import ModelError, ReceiptError
-from aqnpipe.models.adapted import ADAPTERS_FILE, HEADER_KEY, read_adapters_header
 from aqnpipe.models.adapters import adapted_modules
 from aqnpipe.models.loading import describe_model, load_model, prepare_model
-from aqnpipe.models.prepared import read_prepared_model, write_prepared_model
+from aqnpipe.models.prepared import (
+    ADAPTERS_FILE,
+    HEADER_KEY,
+    read_adapters_header,
+    read_prepared_model,
+    write_prepared_model,
+)
 from aqnpipe.models.verification import refuse_other_weights
 from aqnpipe.training.checkpoints import CheckpointWriter
 

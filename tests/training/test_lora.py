@@ -13,11 +13,10 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError
-from aqnpipe.models.adapted import ADAPTERS_FILE
 from aqnpipe.models.adapters import adapter_weights, adapters_off, has_adapters, merged_weights
 from aqnpipe.models.layout import norms_sha256
 from aqnpipe.models.loading import load_model
-from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
+from aqnpipe.models.prepared import ADAPTERS_FILE, PREPARED_MODEL_FILE, read_prepared_model
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.callbacks import ProgressCallback
 from aqnpipe.training.policy import BaseWeights, load_policy

@@ -15,8 +15,8 @@ from two_workers import logs, run_together
 
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.provenance import sha256_of_file
-from aqnpipe.models.adapted import ADAPTERS_FILE
 from aqnpipe.models.loading import load_model
+from aqnpipe.models.prepared import ADAPTERS_FILE
 from aqnpipe.noise.receipts.receipt import Receipt
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
-from aqnpipe.models.adapted import ADAPTERS_FILE
+from aqnpipe.models.prepared import ADAPTERS_FILE
 from aqnpipe.noise.receipts.receipt import Receipt
 
 pytestmark = [

@@ -20,7 +20,7 @@ from aqnpipe.artifacts.runs import RunRecord, TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
-from aqnpipe.models.adapted import ADAPTERS_FILE
+from aqnpipe.models.prepared import ADAPTERS_FILE
 from aqnpipe.noise.receipts.receipt import Receipt
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")

@@ -154,8 +154,8 @@ def word_problems(source: ModelSource, num_prompts: int, device: "torch.device")
 
 
 def _folder_of(name: str) -> Path:
-    from aqnpipe.models.adapted import find_base, has_only_adapters
     from aqnpipe.models.loading import source_folder
+    from aqnpipe.models.prepared import find_base, has_only_adapters
 
     try:
         folder = source_folder(ModelConfig.model_validate({"source": name}))
@@ -171,9 +171,8 @@ def _folder_of(name: str) -> Path:
 
 def _refuse_other_families(source: ModelSource) -> None:
     """Raise ModelError if the model has no decoder layers of attention and an MLP."""
-    from aqnpipe.models.layout import decoder_layers
+    from aqnpipe.models.layout import decoder_layers, layer_sites
     from aqnpipe.models.loading import create_model
-    from aqnpipe.models.sites import layer_sites
 
     for layer in decoder_layers(create_model(source.folder, "meta", attention=source.attention)):
         layer_sites(layer)

@@ -221,7 +221,7 @@ def _check_schedule(schedule: CustomSchedule, study: Study, where: str) -> None:
 def _check_chat_template(study: Study, source: str) -> None:
     local = {role: model.source for role, model in study.models().items() if source_kind(model.source) != "hub"}
     for role, name in local.items() if study.config.prompt.style == "chat" else ():
-        from aqnpipe.models.trial import refuse_endless_texts, templates_in
+        from aqnpipe.models.untrusted import refuse_endless_texts, templates_in
 
         folder = builtin_folder(name) if source_kind(name) == "builtin" else Path(name)
         with _about(f"{source}: prompt.style: found chat, which model {role} cannot be asked in"):

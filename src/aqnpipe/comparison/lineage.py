@@ -25,9 +25,8 @@ from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.run import EvaluationSpec, TrainingSpec
 from aqnpipe.data.graders import Grader, columns_of, graders_of, pairs
 from aqnpipe.data.harness_task import HarnessTask, question_id
-from aqnpipe.models.loading import sha256_of_digests
+from aqnpipe.models.loading import is_untrained, sha256_of_digests
 from aqnpipe.models.prepared import PREPARED_MODEL_FILE, read_prepared_model
-from aqnpipe.models.untrained import is_untrained
 from aqnpipe.noise.receipts.receipt import EvaluationReceipts, Receipt
 from aqnpipe.noise.schedule import with_custom_sigmas
 

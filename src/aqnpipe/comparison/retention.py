@@ -24,7 +24,7 @@ from aqnpipe.comparison.lineage import lineage_problems
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.training import Keep
 from aqnpipe.errors import ModelError
-from aqnpipe.models.untrained import is_untrained
+from aqnpipe.models.loading import is_untrained
 
 
 def remove_weights(plan: StudyPlan, keep: Keep, output: Path, say: Callable[[str], None] = print) -> None:

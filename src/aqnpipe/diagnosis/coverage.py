@@ -13,7 +13,7 @@ from aqnpipe.diagnosis.checks import CHECKSUM_PROBES, OUTSIDE_LAYERS, Check
 from aqnpipe.diagnosis.probes.flow import FINITE
 from aqnpipe.diagnosis.probes.patterns import ProbeInputs
 from aqnpipe.errors import ModelError
-from aqnpipe.models.sites import LayerSites
+from aqnpipe.models.layout import LayerSites
 
 WITHOUT_ANSWER = ("repeat", "monomial", "finite", FINITE, *CHECKSUM_PROBES)
 """Probes that compare the device with itself, or weights in memory, with which no module was run."""

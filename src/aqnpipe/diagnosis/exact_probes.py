@@ -41,8 +41,7 @@ from aqnpipe.diagnosis.stored_weights import (
     refuse_weights_that_are_not_finite,
     row_checksums,
 )
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import LayerSites, layer_sites
+from aqnpipe.models.layout import LayerSites, decoder_layers, layer_sites
 
 _STRUCTURAL = ("identity", "attention", "mlp", "norm")
 """Probes that expect something of the structure of a layer; a linear is a linear in every family."""

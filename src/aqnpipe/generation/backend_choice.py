@@ -10,7 +10,7 @@ from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.device import Device, torch_device
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
 from aqnpipe.generation.vllm.engine import VllmEngine
-from aqnpipe.generation.vllm.graphs import why_no_graphs
+from aqnpipe.generation.vllm.launch import why_no_graphs
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
 from aqnpipe.models.adapters import whole_weights
 from aqnpipe.models.loading import load_model

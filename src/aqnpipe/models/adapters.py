@@ -22,12 +22,26 @@ from aqnpipe.artifacts.files import STAGED
 from aqnpipe.config.model import Dtype
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError, ReceiptError
-from aqnpipe.models.adapted import ADAPTERS_FILE, HEADER_KEY, AdaptersHeader, has_only_adapters, read_adapters_header
 from aqnpipe.models.layout import layer_of, weight_of
 from aqnpipe.models.loading import load_model, refuse_damaged
-from aqnpipe.models.prepared import PREPARED_MODEL_FILE
-from aqnpipe.models.sharding import distinct_weights, free_gathered, whole_state_dict
-from aqnpipe.models.shares import is_share, like_share, local, own_rows, whole
+from aqnpipe.models.prepared import (
+    ADAPTERS_FILE,
+    HEADER_KEY,
+    PREPARED_MODEL_FILE,
+    AdaptersHeader,
+    has_only_adapters,
+    read_adapters_header,
+)
+from aqnpipe.models.sharding import (
+    distinct_weights,
+    free_gathered,
+    is_share,
+    like_share,
+    local,
+    own_rows,
+    whole,
+    whole_state_dict,
+)
 
 _ADAPTER = "default"
 _PARTS = ("lora_A", "lora_B")

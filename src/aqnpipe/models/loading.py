@@ -1,6 +1,7 @@
 """Prepares models (built-in, local folder or hub id) in a folder, and loads them from it."""
 
 import hashlib
+import math
 import shutil
 import sys
 import tempfile
@@ -26,10 +27,15 @@ from aqnpipe.config.model import (
     source_kind,
 )
 from aqnpipe.errors import ModelError, first_line
-from aqnpipe.models.adapted import find_base, has_only_adapters
-from aqnpipe.models.allowed_keys import load_config, refuse_code
-from aqnpipe.models.prepared import PREPARED_MODEL_FILE, PreparedModel, read_prepared_model, write_prepared_model
-from aqnpipe.models.trial import TEMPLATE_FILE, TRIED_TEXT, refuse_endless_texts
+from aqnpipe.models.prepared import (
+    PREPARED_MODEL_FILE,
+    PreparedModel,
+    find_base,
+    has_only_adapters,
+    read_prepared_model,
+    write_prepared_model,
+)
+from aqnpipe.models.untrusted import TEMPLATE_FILE, TRIED_TEXT, load_config, refuse_code, refuse_endless_texts
 
 if TYPE_CHECKING:
     import torch
@@ -214,21 +220,17 @@ def describe_model(folder: Path, source: str, revision: str | None = None) -> Pr
     if not isinstance(model_config["architectures"], list):
         raise ModelError(f"model {source!r}: architectures in config.json is not a list")
     try:
-        return _described(folder, source, revision, model_config)
+        return PreparedModel(
+            source=source,
+            revision=revision,
+            architecture=model_config["architectures"][0],
+            num_layers=model_config["num_hidden_layers"],
+            hidden_size=model_config["hidden_size"],
+            num_parameters=num_parameters_in(folder),
+            **file_digests(folder),
+        )
     except ValidationError as error:
         raise ModelError(f"model {source!r}: config.json: {describe_validation_error(error)}") from error
-
-
-def _described(folder: Path, source: str, revision: str | None, model_config: Mapping[str, Any]) -> PreparedModel:
-    return PreparedModel(
-        source=source,
-        revision=revision,
-        architecture=model_config["architectures"][0],
-        num_layers=model_config["num_hidden_layers"],
-        hidden_size=model_config["hidden_size"],
-        num_parameters=num_parameters_in(folder),
-        **file_digests(folder),
-    )
 
 
 def file_digests(folder: Path) -> dict[str, str]:
@@ -267,25 +269,16 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def num_parameters_in(folder: Path) -> int:
-    """Return the number of values in the weights in a model folder, without loading them."""
-    return sum(_count_parameters(path) for path in folder.glob("*.safetensors"))
-
-
-def _count_parameters(path: Path) -> int:
-    """Return the number of values in a safetensors file, read from its header."""
+    """Return the number of values in the weights in a model folder, read from the headers of its files."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="numpy") as tensors:
-            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
-    except SafetensorError as error:
-        raise ModelError(f"{path.parent.name}/{path.name}: not a valid safetensors file ({error})") from error
     total = 0
-    for shape in shapes:
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="numpy") as tensors:
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise ModelError(f"{path.parent.name}/{path.name}: not a valid safetensors file ({error})") from error
     return total
 
 
@@ -331,7 +324,7 @@ def load_model(
     trainer's model computed. Raises ModelError if it does not, if the folder is not a model, or if a weight is missing,
     unexpected or of another shape.
     """
-    from aqnpipe.models.probe import refuse_other_outputs
+    from aqnpipe.models.verification import refuse_other_outputs
 
     read_model_config(folder)
     refuse_damaged(folder)
@@ -426,3 +419,19 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
             raise ModelError(f"tokenizer of {str(folder)!r} has neither pad nor eos token, expected one")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def is_untrained(checkpoint: Path, model: Path) -> bool:
+    """Return whether every weight of a checkpoint is `model`'s, in the checkpoint's number format; False if it is gone.
+
+    Adapters are untrained as long as their second factors are zero, because these start at zero.
+    """
+    import torch
+
+    if has_only_adapters(checkpoint):
+        return not any(tensor.any() for name, tensor in stored_tensors(checkpoint) if name.endswith(".lora_B.weight"))
+    with stored_weights(model) as before, stored_weights(checkpoint) as after:
+        return before.keys() == after.keys() != set() and all(
+            torch.equal(before[name].get_tensor(name).to(tensor.dtype), tensor)
+            for name, tensor in stored_tensors(checkpoint)
+        )

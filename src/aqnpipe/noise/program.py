@@ -33,9 +33,8 @@ from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import FakeQuantization, Fault, OperatorSet, OutputErrorModel, PlacedError
 from aqnpipe.errors import ConfigError, ModelError
 from aqnpipe.machine.operators import ELEMENTWISE, NOISED
-from aqnpipe.models.layout import decoder_layers, output_projection
+from aqnpipe.models.layout import decoder_layers, output_projection, site_module
 from aqnpipe.models.parts import PlaceHook, parts_of
-from aqnpipe.models.sites import site_module
 from aqnpipe.noise.injection.faults import FaultHook
 from aqnpipe.noise.kernels.gaussian import NoiseStream
 from aqnpipe.noise.noisy import machine_and_audit, with_figures_of

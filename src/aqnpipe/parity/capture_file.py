@@ -5,7 +5,7 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import polars as pl
@@ -26,19 +26,12 @@ _MEMBERS = (_OPERATORS, _TOKENS, _TENSORS)
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 OPERATOR_COLUMNS: dict[str, type[pl.DataType]] = {
-    "name": pl.String,
-    "kind": pl.String,
-    "layer": pl.Int64,
-    "width": pl.Int64,
+    **dict.fromkeys(("name", "kind"), pl.String),
+    **dict.fromkeys(("layer", "width"), pl.Int64),
     "dtype": pl.String,
-    "mean": pl.Float64,
-    "rms": pl.Float64,
-    "largest": pl.Float64,
-    "zero_share": pl.Float64,
+    **dict.fromkeys(("mean", "rms", "largest", "zero_share"), pl.Float64),
     "sha256": pl.String,
-    "strict": pl.Float64,
-    "loose": pl.Float64,
-    "reduced": pl.Float64,
+    **dict.fromkeys(("strict", "loose", "reduced"), pl.Float64),
     "algorithms": pl.String,
     "is_linked": pl.Boolean,
 }
@@ -50,9 +43,7 @@ one that was not there on random weights. mean to sha256 are of the recorded res
 """
 
 TOKEN_COLUMNS: dict[str, type[pl.DataType]] = {
-    "sequence": pl.Int64,
-    "position": pl.Int64,
-    "token_id": pl.Int64,
+    **dict.fromkeys(("sequence", "position", "token_id"), pl.Int64),
     "is_decoded": pl.Boolean,
     "log_probability": pl.Float64,
     "predicted": pl.Int64,
@@ -64,7 +55,7 @@ The first token of a sequence has no prediction. replayed_log_probability: with 
 """
 
 
-@dataclass
+@dataclass(frozen=True)
 class Capture:
     """A capture in memory. `tensors`: by kind/operator; `digest`: SHA-256 of identity.json, once it is sealed."""
 
@@ -99,8 +90,7 @@ def seal(capture: Capture) -> tuple[Capture, dict[str, bytes]]:
     }
     identity = capture.identity.model_copy(update={"members": {name: _sha256(data) for name, data in contents.items()}})
     text = identity.model_dump_json(indent=2).encode()
-    sealed = Capture(identity, capture.operators, capture.tokens, capture.tensors, _sha256(text))
-    return sealed, {_IDENTITY: text, **contents}
+    return replace(capture, identity=identity, digest=_sha256(text)), {_IDENTITY: text, **contents}
 
 
 def write_capture(path: Path, capture: Capture) -> Capture:
@@ -120,13 +110,16 @@ def read_capture(path: Path) -> Capture:
         if identity.members.get(name) != _sha256(contents[name]):
             raise DataError(f"{path}: {name} and its SHA-256 do not match: damaged or edited; capture again")
     try:
-        tensors = load(contents[_TENSORS])
-        operators = _table(contents[_OPERATORS], OPERATOR_COLUMNS)
-        tokens = _table(contents[_TOKENS], TOKEN_COLUMNS)
+        tables = (_table(contents[_OPERATORS], OPERATOR_COLUMNS), _table(contents[_TOKENS], TOKEN_COLUMNS))
+        capture = Capture(identity, *tables, load(contents[_TENSORS]), _sha256(contents[_IDENTITY]))
     except (SafetensorError, pl.exceptions.PolarsError, ValueError) as error:
         raise DataError(f"{path}: not readable as a capture ({str(error).splitlines()[0]})") from error
-    capture = Capture(identity, operators, tokens, tensors, _sha256(contents[_IDENTITY]))
-    _check_tensors(path, capture)
+    rows, kinds = capture.sample.num_rows, ["output", "exact", "bound", "input_rms"]
+    for name in capture.operators["name"]:
+        for kind in [*kinds, "replay"] if identity.replay_of else kinds:
+            tensor = capture.tensors.get(f"{kind}/{name}")
+            if tensor is None or tensor.shape[0] != rows:
+                raise DataError(f"{path}: no {kind} of operator {name} for {rows} tokens; capture again")
     return capture
 
 
@@ -138,9 +131,8 @@ def _members(path: Path) -> dict[str, bytes]:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             if sorted(names) != sorted((_IDENTITY, *_MEMBERS)):
-                raise DataError(
-                    f"{path}: holds {', '.join(names[:4]) or 'nothing'}, expected a file of `aqnpipe capture`"
-                )
+                found = ", ".join(names[:4]) or "nothing"
+                raise DataError(f"{path}: holds {found}, expected a file of `aqnpipe capture`")
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise DataError(f"{path}: its members are compressed, which `aqnpipe capture` does not do")
             return {name: archive.read(name) for name in names}
@@ -162,15 +154,6 @@ def _identity(path: Path, text: bytes) -> CaptureIdentity:
         return CaptureIdentity.model_validate(content)
     except ValidationError as error:
         raise DataError(f"{path}: identity.json: {describe_validation_error(error)}") from error
-
-
-def _check_tensors(path: Path, capture: Capture) -> None:
-    rows = capture.sample.num_rows
-    for name in capture.operators["name"]:
-        for kind in ("output", "exact", "bound", "input_rms", *(["replay"] if capture.identity.replay_of else [])):
-            tensor = capture.tensors.get(f"{kind}/{name}")
-            if tensor is None or tensor.shape[0] != rows:
-                raise DataError(f"{path}: no {kind} of operator {name} for {rows} tokens; capture again")
 
 
 def _parquet(table: pl.DataFrame) -> bytes:

@@ -1,29 +1,34 @@
-"""Compares two captures operator by operator and says what kind of difference each is.
-
-The error of an operator is described by few figures. Its mean is a straight line over the results, and its variance is
-`absolute^2 + (per_input*x)^2 + (per_result*y)^2` with figures that are not negative. Both are fitted with weights from
-the variance, in a few rounds, because the rows with the largest values would decide them alone otherwise: their errors
-are the most scattered ones.
-"""
+"""Compares two captures operator by operator, says what kind of difference each is, and gives a verdict."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import polars as pl
 import torch
 from torch import Tensor
 
-from aqnpipe.artifacts.parities import CaptureIdentity, OperatorParity, OperatorVerdict, is_product
+from aqnpipe.artifacts.parities import (
+    SEVERITY,
+    WITHIN_ROUNDING,
+    CaptureIdentity,
+    LogProbabilities,
+    OperatorParity,
+    OperatorVerdict,
+    ParityFile,
+    ParityVerdict,
+    Substitution,
+    is_product,
+)
 from aqnpipe.config.measured_noise import ATTENTION, ErrorFigures, is_norm
 from aqnpipe.config.model import settings_of_values
 from aqnpipe.errors import DataError, first_line
 from aqnpipe.models.loading import unreadable
 from aqnpipe.parity.capture_file import Capture
+from aqnpipe.parity.figures import error_figures
 from aqnpipe.parity.forms import ulps
 from aqnpipe.parity.recorder import sampled_channels
 from aqnpipe.parity.sample import Sample
@@ -46,14 +51,8 @@ _SETTINGS = (
     *("batch_invariant", "batch_size", "padding", "num_decoded", "model_class"),
 )
 _IGNORED_CONFIG = ("max_position_embeddings", "use_cache", "architectures")
-_FloatArray = npt.NDArray[np.float64]
-_IntArray = npt.NDArray[np.int64]
-_STEPS = 200
-_ROUNDS_OF_LINE = 3
-_MOST_ELEMENTS = 10_000
-"""Elements that the variance is fitted on, drawn at random: its figures are then known to one or two percent."""
-_SMALLEST_SHARE = 1e-12
-"""Smallest variance, as a share of the mean: exact zeros have no error at all."""
+_SUBJECTS = (("weights_sha256", "weights"), ("tokenizer_sha256", "tokenizers"), ("tokens_sha256", "token ids"))
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,18 @@ class Sides:
         one, other = self.first.tensor(kind, name), self.second.tensor(second_kind or kind, name)
         return one[self.first.sample.rows_of(self.shared)], other[self.second.sample.rows_of(self.shared)]
 
-    def results(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return both results of an operator on the inputs that were judged, on the same rows and channels."""
-        return _aligned(*self.both("output", name, "replay" if self.same_inputs else "output"))
+    def results(self, name: str, *, of_own_passes: bool = False) -> tuple[Tensor, Tensor]:
+        """Return both results of an operator, on the inputs that were judged or on those of each side's own pass.
+
+        They have the same rows, and the sampled channels if one of them has only those.
+        """
+        is_replay = self.same_inputs and not of_own_passes
+        one, other = self.both("output", name, "replay" if is_replay else "output")
+        if one.shape[1] > other.shape[1]:
+            one = one[:, sampled_channels(one.shape[1])]
+        elif other.shape[1] > one.shape[1]:
+            other = other[:, sampled_channels(other.shape[1])]
+        return one, other
 
     @property
     def is_same_dtype(self) -> bool:
@@ -80,22 +88,65 @@ class Sides:
         return self.first.identity.dtype == self.second.identity.dtype
 
 
-def _aligned(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both with the sampled channels, if one of them has only those."""
-    if one.shape[1] > other.shape[1]:
-        one = one[:, sampled_channels(one.shape[1])]
-    elif other.shape[1] > one.shape[1]:
-        other = other[:, sampled_channels(other.shape[1])]
-    return one, other
+def parity_of(first: Capture, second: Capture, substitute: Callable[[Sides], Substitution] | None = None) -> ParityFile:
+    """Return the parity of two captures; `substitute` measures which operators explain the log-probabilities.
+
+    Raises DataError if the captures cannot be compared.
+    """
+    sides, notes = sides_of(first, second)
+    one, other = sides.first.identity, sides.second.identity
+    rows = sides.second.operators.rows_by_key("name", named=True, unique=True, include_key=True)
+    operators = tuple(_compared(sides, row, rows[row["name"]]) for row in sides.first.operators.iter_rows(named=True))
+    beyond = [operator for operator in operators if operator.verdict not in WITHIN_ROUNDING]
+    verdict: ParityVerdict = max((operator.verdict for operator in operators), key=SEVERITY.index)
+    log_probabilities = log_probability_differences(sides.first, sides.second)
+    if verdict == "equal" and log_probabilities.largest > 0:
+        # Operators were recorded on some tokens only, so the cause is in others.
+        verdict = "not located"
+    # With the same inputs a setting that changes a result is a fault of its operator.
+    other_function = () if sides.same_inputs else function_differences(one, other)
+    if other_function and verdict != "fault" and log_probabilities.largest > 0:
+        verdict = "different function"
+    if one.stale_parameters or other.stale_parameters:
+        verdict = "stale weights"
+    if substitute is None:
+        notes.append("No model was given (--model), so no operator was put in the place of another.")
+    elif not sides.same_inputs:
+        notes.append("Operators are put in each other's place only if the second capture was made with --replay.")
+        substitute = None
+    decoded = scored_by_both(sides.first, sides.second).filter(pl.col("is_decoded") | pl.col("is_decoded_second"))
+    places = decoded.select("sequence", "position").iter_rows()
+    if decoded.height and not any(sides.shared.row(*place) is not None for place in places):
+        notes.append("No decoded token is among the recorded ones: no operator was compared while decoding.")
+    return ParityFile(
+        verdict=verdict,
+        summary=_summary(verdict, sides, beyond, other_function, log_probabilities.rms),
+        first=one,
+        second=other,
+        same_inputs=sides.same_inputs,
+        num_rows=sides.shared.num_rows,
+        first_beyond_rounding=beyond[0].name if beyond else None,
+        operators=operators,
+        log_probabilities=log_probabilities,
+        substitution=None if substitute is None else substitute(sides),
+        settings=setting_differences(one, other),
+        notes=tuple(notes),
+    )
 
 
-def sides_of(first: Capture, second: Capture) -> tuple[Sides, tuple[str, ...]]:
+def sides_of(first: Capture, second: Capture) -> tuple[Sides, list[str]]:
     """Return two captures as sides of a comparison, and notes about it.
 
     A capture that was fed the other's values is the second. Raises DataError unless they are of the same weights,
     tokenizer and tokens, and have the same operators.
     """
-    _refuse_other_subjects(first.identity, second.identity)
+    for field, what in _SUBJECTS:
+        one, other = (getattr(side.identity, field) for side in (first, second))
+        if one != other:
+            raise DataError(
+                f"captures of different {what}: found {str(one)[:12]} ({first.identity.model}) and {str(other)[:12]} "
+                f"({second.identity.model}), expected the same"
+            )
     notes = []
     if first.digest and first.identity.replay_of == second.digest:
         first, second = second, first
@@ -105,9 +156,7 @@ def sides_of(first: Capture, second: Capture) -> tuple[Sides, tuple[str, ...]]:
     same_inputs = second.identity.replay_of is not None
     if same_inputs and second.identity.replay_of != first.digest:
         raise DataError("the second capture is a replay of another file than the first; expected captures of one pair")
-    names = [list(side.operators["name"]) for side in (first, second)]
-    missing = sorted(set(names[0]) ^ set(names[1]))
-    if missing:
+    if missing := sorted({*first.operators["name"]} ^ {*second.operators["name"]}):
         raise DataError(f"the captures have other operators: {', '.join(missing[:3])} on one side only")
     shared = first.sample.shared(second.sample)
     if not shared.num_rows:
@@ -117,31 +166,15 @@ def sides_of(first: Capture, second: Capture) -> tuple[Sides, tuple[str, ...]]:
             "The second capture was not made with --replay, so the inputs of operators are those of their side: "
             "operator errors are differences of the errors against exact results, on sampled channels."
         )
-    return Sides(first, second, shared, same_inputs), tuple(notes)
-
-
-def _refuse_other_subjects(first: CaptureIdentity, second: CaptureIdentity) -> None:
-    for name, what in (
-        ("weights_sha256", "weights"),
-        ("tokenizer_sha256", "tokenizers"),
-        ("tokens_sha256", "token ids"),
-    ):
-        one, other = getattr(first, name), getattr(second, name)
-        if one != other:
-            raise DataError(
-                f"captures of different {what}: found {str(one)[:12]} ({first.model}) and {str(other)[:12]} "
-                f"({second.model}), expected the same"
-            )
+    return Sides(first, second, shared, same_inputs), notes
 
 
 def setting_differences(first: CaptureIdentity, second: CaptureIdentity) -> tuple[str, ...]:
     """Return the settings that differ, as `name: first / second`."""
-    found = [(name, getattr(first, name), getattr(second, name)) for name in _SETTINGS]
+    found = _differing(dict(first), dict(second), keys=_SETTINGS)
     for title in ("numerics", "versions", "config"):
-        one, other = getattr(first, title), getattr(second, title)
-        keys = sorted((one.keys() | other.keys()) - set(_IGNORED_CONFIG))
-        found += [(f"{title}.{key}", one.get(key), other.get(key)) for key in keys]
-    return tuple(f"{name}: {one} / {other}" for name, one, other in found if one != other)
+        found += _differing(getattr(first, title), getattr(second, title), prefix=f"{title}.")
+    return tuple(found)
 
 
 def function_differences(first: CaptureIdentity, second: CaptureIdentity) -> tuple[str, ...]:
@@ -150,11 +183,14 @@ def function_differences(first: CaptureIdentity, second: CaptureIdentity) -> tup
     Keys that one file leaves out have the default of transformers.
     """
     one, other = (settings_of_values(_completed(identity.config)) for identity in (first, second))
-    return tuple(
-        f"{key}: {one.get(key)} / {other.get(key)}"
-        for key in sorted((one.keys() | other.keys()) - set(_IGNORED_CONFIG))
-        if one.get(key) != other.get(key)
-    )
+    return tuple(_differing(one, other))
+
+
+def _differing(
+    one: Mapping[str, object], other: Mapping[str, object], *, prefix: str = "", keys: Sequence[str] = ()
+) -> list[str]:
+    keys = keys or sorted((one.keys() | other.keys()) - set(_IGNORED_CONFIG))
+    return [f"{prefix}{key}: {one.get(key)} / {other.get(key)}" for key in keys if one.get(key) != other.get(key)]
 
 
 def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
@@ -171,35 +207,53 @@ def _completed(config: Mapping[str, object]) -> Mapping[str, object]:
     return found
 
 
-def compare_operators(sides: Sides) -> tuple[OperatorParity, ...]:
-    """Return the comparison of every operator, in the order in which they run."""
-    facts = [side.operators.rows_by_key("name", named=True, unique=True) for side in (sides.first, sides.second)]
-    return tuple(_compared(sides, name, facts[0][name], facts[1][name]) for name in sides.first.operators["name"])
+def scored_by_both(first: Capture, second: Capture) -> pl.DataFrame:
+    """Return the tokens that have a log-probability, with the columns of the second capture as `*_second`."""
+    both = first.tokens.join(second.tokens, on=["sequence", "position"], suffix="_second")
+    return both.drop_nulls(["log_probability", "log_probability_second"])
 
 
-def _compared(sides: Sides, name: str, first: dict[str, Any], second: dict[str, Any]) -> OperatorParity:
+def log_probability_differences(first: Capture, second: Capture) -> LogProbabilities:
+    """Return how the log-probabilities of all tokens differ."""
+    both = scored_by_both(first, second)
+    difference = (both["log_probability_second"] - both["log_probability"]).to_torch()
+    decoded = (both["is_decoded"] | both["is_decoded_second"]).to_torch()
+    return LogProbabilities(
+        num_tokens=both.height,
+        mean=finite(difference.mean()),
+        rms=root_mean_square(difference),
+        p99=finite(quantile(difference.abs(), 0.99)),
+        largest=finite(difference.abs().max()),
+        argmax_changes=float((both["predicted"] != both["predicted_second"]).mean() or 0.0),  # type: ignore[arg-type]
+        prefill_rms=root_mean_square(difference[~decoded]) if bool((~decoded).any()) else None,
+        decode_rms=root_mean_square(difference[decoded]) if bool(decoded.any()) else None,
+    )
+
+
+def _compared(sides: Sides, first: dict[str, Any], second: dict[str, Any]) -> OperatorParity:
+    """Return the comparison of an operator, whose rows in the tables of both sides are given."""
+    name, kind = str(first["name"]), str(first["kind"])
     one, other = sides.results(name)
-    has_same_bits = one.dtype == other.dtype and torch.equal(one, other)
-    exact, bound = sides.both("exact", name), sum(sides.both("bound", name)).double()  # type: ignore[union-attr]
-    channels, drift = sampled_channels(one.shape[1]), 0.0
+    exact, bounds = sides.both("exact", name), sides.both("bound", name)
+    bound = (bounds[0] + bounds[1]).double()
+    channels = sampled_channels(one.shape[1])
     if sides.same_inputs:
-        # Weights and inputs of another dtype are themselves rounded.
-        allowed = bound * (_SAME_EXACT if sides.is_same_dtype else 2)
-        drift = float(_largest_share(exact[1] - exact[0], allowed))
         error = other.double() - one.double()
         at_channels = error[:, channels]
     else:
         one, other = one[:, channels], other[:, channels]
         at_channels = error = (other.double() - exact[1]) - (one.double() - exact[0])
-    results, kind, input_rms = one.double(), str(first["kind"]), sides.both("input_rms", name)[0]
-    algorithms = _algorithms(first, second)
+    results, input_rms = one.double(), sides.both("input_rms", name)[0]
     result_rms = results.square().mean().sqrt()
     rms = float(result_rms) or 1.0
     gain = finite((error * results).mean() / rms**2)
-    verdict, reason = _judged(sides, first, second, one, other, has_same_bits, drift, algorithms, gain)
+    algorithms = _algorithms(first, second)
+    # Weights and inputs of another dtype are themselves rounded.
+    drift = _largest_share(exact[1] - exact[0], bound * (_SAME_EXACT if sides.is_same_dtype else 2))
+    verdict, reason = _judged(sides, first, second, sides.results(name), float(drift), algorithms, gain)
     coarser = max(one.dtype, other.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     units = ulps(error, results, coarser)
-    own_one, own_other = (part.double() for part in _aligned(*sides.both("output", name)))
+    own_one, own_other = (part.double() for part in sides.results(name, of_own_passes=True))
     own_rms = float(own_one.square().mean().sqrt()) or 1.0
     figures, figures_rms = _figures(kind, results, error, input_rms) if sides.same_inputs else (None, 0.0)
     return OperatorParity(
@@ -242,28 +296,30 @@ def _judged(
     sides: Sides,
     first: dict[str, Any],
     second: dict[str, Any],
-    one: Tensor,
-    other: Tensor,
-    has_same_bits: bool,
+    results: tuple[Tensor, Tensor],
     drift: float,
     algorithms: tuple[str | None, str | None],
     gain: float,
 ) -> tuple[OperatorVerdict, str]:
+    """Return the verdict on an operator and its reason. `drift`: between exact results, relative to its bound."""
+    one, other = results
+    has_same_bits = one.dtype == other.dtype and torch.equal(one, other)
     equal: tuple[OperatorVerdict, str] = ("equal", "every element has the same bits")
     if sides.same_inputs and has_same_bits:
         return equal
-    for side, row, values in (("first", first, one), ("second", second, other)):
+    named = (("first", first, one, sides.first), ("second", second, other, sides.second))
+    for side, row, values, capture in named:
         # On all channels: exact results are known on the sampled ones only.
         if not bool(values.isfinite().all()):
             return "fault", f"the {side} side has values that are not finite"
         if not row["is_linked"]:
             return "fault", f"on the {side} side its input is not what the operator before it returned"
-        is_reduced = _may_be_reduced(getattr(sides, side).identity, row) and abs(gain) < _LARGEST_GAIN_OF_ROUNDING
+        is_reduced = _may_be_reduced(capture.identity, row) and abs(gain) < _LARGEST_GAIN_OF_ROUNDING
         if row["loose"] > 1 and not is_reduced:
             return "fault", f"the {side} side is {row['loose']:.3g} times its forward error bound from the exact result"
-    if drift > 1:
+    if sides.same_inputs and drift > 1:
         return "fault", "on the same input the sides compute something else: other weights or settings"
-    for side, row in (("first", first), ("second", second)):
+    for side, row, *_ in named:
         if row["loose"] > 1:
             return "different algorithm", f"the {side} side has {_REDUCED}"
     if sides.is_same_dtype and one.dtype != other.dtype:
@@ -298,6 +354,47 @@ def _algorithms(first: dict[str, Any], second: dict[str, Any]) -> tuple[str | No
     return (best[0], best[1]) if is_clear else (best[0], best[0])
 
 
+def _summary(
+    verdict: ParityVerdict, sides: Sides, beyond: list[OperatorParity], other_function: tuple[str, ...], rms: float
+) -> str:
+    match verdict:
+        case "stale weights":
+            parts = [
+                f"the {name} side computed with other weights than its files: {_list(side.identity.stale_parameters)}"
+                for name, side in (("first", sides.first), ("second", sides.second))
+                if side.identity.stale_parameters
+            ]
+            return f"{'; '.join(parts)}. What follows is not noise of a machine."
+        case "different function":
+            return (
+                f"the two sides do not compute the same function: their models have other settings "
+                f"({_list(other_function)}), and log-probabilities differ by {rms:.2g} nats (RMS). Operators were "
+                "compared with what the settings of their side ask for; capture the second side again with --replay "
+                "to see which of them differ on the same input."
+            )
+        case "equal":
+            return "every operator gives the same bits on both sides."
+        case "not located":
+            return (
+                "log-probabilities differ although the recorded operators are equal: the cause is in tokens, batches "
+                "or channels that were not recorded. Capture again with more --rows."
+            )
+        case "rounding" if sides.same_inputs:
+            return "all operators differ by rounding at most."
+        case "rounding":
+            return "every operator is within rounding of the exact result for the input that it has on its side."
+    kinds = [operator.kind for operator in beyond if operator.verdict == verdict]
+    return (
+        f"{len(kinds)} operators ({_list(list(Counter(kinds)))}) are of verdict {verdict!r}; the first beyond rounding "
+        f"is {beyond[0].name}: {beyond[0].reason}."
+    )
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
 def _largest_share(differences: Tensor, bounds: Tensor) -> Tensor:
     """Return the largest |difference| over its bound. Both are zero where float32 cannot hold a bound of zero."""
     # max() of a NaN is NaN, which no comparison finds.
@@ -316,77 +413,12 @@ def _correlation(one: Tensor, other: Tensor) -> float | None:
     return float(one @ other) / size if size > 0 and math.isfinite(size) else None
 
 
+def root_mean_square(values: Tensor) -> float:
+    """Return the root mean square as a number that JSON can hold; 0 of nothing."""
+    return finite(values.double().square().mean().sqrt()) if len(values) else 0.0
+
+
 def finite(value: Tensor) -> float:
     """Return a number that JSON can hold; a result that is not finite has the largest error."""
     number = float(value)
     return number if math.isfinite(number) else 1e308
-
-
-def error_figures(results: Tensor, errors: Tensor, input_rms: Tensor | None) -> tuple[ErrorFigures, float]:
-    """Return the figures of `errors` [rows, channels], and their root mean square by the figures.
-
-    `results` has the same shape, `input_rms` [rows] is the root mean square of each row's input; None: the error shall
-    not depend on it. All must be finite.
-    """
-    y, error = results.double().numpy(), errors.double().numpy()
-    if not error.any():
-        return ErrorFigures(), 0.0
-    rows = np.zeros(y.shape) if input_rms is None else np.broadcast_to(input_rms.double().numpy()[:, None], y.shape)
-    columns = np.stack([np.ones(y.size), np.square(rows).ravel(), np.square(y).ravel()])
-    chosen = _sampled(y.size)
-    drawn = columns[:, chosen]
-    weights = np.ones(y.shape)
-    for turn in range(_ROUNDS_OF_LINE):
-        bias, gain = _line(y, error, weights)
-        squares = np.square(error - bias - gain * y).ravel()
-        factors = _factors(drawn, squares[chosen])
-        if turn < _ROUNDS_OF_LINE - 1:
-            weights = 1 / np.maximum(factors @ columns, _SMALLEST_SHARE * squares.mean() or 1.0).reshape(y.shape)
-    absolute, per_input, per_result = np.sqrt(factors)
-    figures = ErrorFigures(
-        bias=bias,
-        gain=gain,
-        absolute=float(absolute),
-        per_input=float(per_input),
-        per_result=float(per_result),
-    )
-    mean_square = float(np.square(bias + gain * y).mean() + (factors @ columns).mean())
-    return figures, mean_square**0.5
-
-
-@lru_cache(maxsize=64)
-def _sampled(count: int) -> _IntArray:
-    """Return the elements that the variance is fitted on; the same array each time, not to be written to."""
-    if count <= _MOST_ELEMENTS:
-        return np.arange(count)
-    return np.random.default_rng(0).choice(count, _MOST_ELEMENTS, replace=False)
-
-
-def _line(y: _FloatArray, error: _FloatArray, weights: _FloatArray) -> tuple[float, float]:
-    """Return intercept and slope of the error over the results, by weighted least squares."""
-    weights = weights / weights.sum()
-    centred = y - (weights * y).sum()
-    spread = float((weights * np.square(centred)).sum())
-    gain = float((weights * centred * error).sum() / spread) if spread > 0 else 0.0
-    return float((weights * (error - gain * y)).sum()), gain
-
-
-def _factors(columns: _FloatArray, squares: _FloatArray) -> _FloatArray:
-    """Return the factors, not negative, with which `columns` [3, n] add up to the expected `squares` [n].
-
-    They maximise the likelihood of normal errors with these variances. Each step is that of Fevotte and Idier,
-    "Algorithms for nonnegative matrix factorization with the beta-divergence" (2011), which never lowers it.
-    """
-    means = columns.mean(1)
-    factors = np.where(means > 0, squares.mean() / (len(means) * np.where(means > 0, means, 1.0)), 0.0)
-    if not squares.any():
-        return np.zeros(len(means))
-    smallest = _SMALLEST_SHARE * squares.mean()
-    variances, ratios = np.empty_like(squares), np.empty_like(squares)
-    for _ in range(_STEPS):
-        # In place: new arrays would cost as much as the arithmetic.
-        np.maximum(np.matmul(factors, columns, out=variances), smallest, out=variances)
-        wanted = columns @ np.divide(squares, np.square(variances, out=ratios), out=ratios)
-        found = columns @ np.divide(1.0, variances, out=ratios)
-        factors = factors * np.sqrt(wanted / np.where(found > 0, found, 1.0))
-    return np.asarray(factors)

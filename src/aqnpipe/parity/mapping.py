@@ -24,11 +24,11 @@ from aqnpipe.errors import ModelError
 from aqnpipe.models.layout import (
     decoder_layers,
     is_mixture_of_experts,
+    layer_sites,
     matrices_outside,
     norms_outside_layers,
     output_projection,
 )
-from aqnpipe.models.sites import layer_sites
 from aqnpipe.parity.forms import (
     ActivationForm,
     AttentionForm,
@@ -39,9 +39,8 @@ from aqnpipe.parity.forms import (
     SumForm,
     norm_form,
 )
-from aqnpipe.parity.recorder import Recorder, Recording
+from aqnpipe.parity.recorder import RESIDUALS, Attention, Recorder, Recording, Taps
 from aqnpipe.parity.sample import Padding, Score, calls, choose_sample, score
-from aqnpipe.parity.taps import RESIDUALS, Attention, Taps
 from aqnpipe.seeding import keyed_generator
 
 _ADDITIONS = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__"})

@@ -12,7 +12,7 @@ from aqnpipe.device import resolve_device, torch_device
 from aqnpipe.models.loading import load_model, load_tokenizer
 from aqnpipe.parity.capture import capture
 from aqnpipe.parity.capture_file import Capture, seal
-from aqnpipe.parity.parity import parity_of
+from aqnpipe.parity.compare import parity_of
 
 _NUM_PROMPTS, _MOST_TOKENS = 32, 64
 _REPLAY_BYTES = 2_000_000_000

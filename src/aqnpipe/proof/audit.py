@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from aqnpipe.errors import ModelError
-from aqnpipe.models.calls import num_tokens
-from aqnpipe.models.parts import PlaceHook, hooks_around
+from aqnpipe.models.parts import PlaceHook, hooks_around, num_tokens
 from aqnpipe.proof.comparison import compare_exact
 from aqnpipe.proof.observation import VISIT, AuditThread, Observation, Visit, watch_backward
 from aqnpipe.proof.operations import machine_name

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from aqnpipe.config.noise import CacheFormat
-from aqnpipe.models.caches import Update
+from aqnpipe.models.parts import Update
 
 _E4M3_MAX, _E4M3_MIN_EXPONENT, _E4M3_MANTISSA_BITS = 448.0, -6, 3
 _INT8_MAX, _MIN_INT8_SCALE = 127, 1e-6

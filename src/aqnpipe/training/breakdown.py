@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from aqnpipe.config.training import TrainingConfig
 from aqnpipe.errors import TrainingError
-from aqnpipe.models.shares import local
+from aqnpipe.models.sharding import local
 
 _SETTINGS = "learning_rate or max_grad_norm"
 

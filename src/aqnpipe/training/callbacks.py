@@ -12,8 +12,7 @@ from aqnpipe.data.prompts import end_of_response
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.machine.machine import NoiseKey
-from aqnpipe.models.sharding import gathered_weights
-from aqnpipe.models.shares import is_sharded
+from aqnpipe.models.sharding import gathered_weights, is_sharded
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.training.audit.auditor import TrainingAudit

@@ -13,13 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.models.adapted import AdaptersHeader
 from aqnpipe.models.adapters import merge_loss, refuse_merge_loss, refuse_other_adapters, save_adapters
 from aqnpipe.models.loading import CONFIG_FILES, describe_model
-from aqnpipe.models.prepared import read_prepared_model, write_prepared_model
-from aqnpipe.models.probe import take_probe
-from aqnpipe.models.sharding import whole_state_dict
-from aqnpipe.models.shares import is_sharded
+from aqnpipe.models.prepared import AdaptersHeader, read_prepared_model, write_prepared_model
+from aqnpipe.models.sharding import is_sharded, whole_state_dict
+from aqnpipe.models.verification import take_probe
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ModelError
-from aqnpipe.models.adapted import has_only_adapters
 from aqnpipe.models.adapters import add_adapters
 from aqnpipe.models.loading import load_model
+from aqnpipe.models.prepared import has_only_adapters
 from aqnpipe.seeding import derive_seed
 
 

@@ -28,7 +28,7 @@ from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.files import damage, files_in, rename, sync_files, write_durably
 from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, TrainingConfig
-from aqnpipe.models.shares import is_share, like_share, local
+from aqnpipe.models.sharding import is_share, like_share, local
 from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.training.audit.auditor import TrainingAudit

@@ -13,10 +13,7 @@ from aqnpipe.device import nvidia_capability, resolve_device
 from aqnpipe.errors import ConfigError
 from aqnpipe.generation.backend_choice import chosen_backend, open_engine
 from aqnpipe.generation.rollout_engines import RolloutEngine, TransformersRolloutEngine, VllmRolloutEngine
-from aqnpipe.generation.vllm.batch_invariance import why_not_batch_invariant
-from aqnpipe.generation.vllm.graphs import why_no_graphs
-from aqnpipe.generation.vllm.launch import vllm_version
-from aqnpipe.generation.vllm.requirements import check_vllm
+from aqnpipe.generation.vllm.launch import check_vllm, vllm_version, why_no_graphs, why_not_batch_invariant
 from aqnpipe.models.adapters import MergedForEngine
 from aqnpipe.training.noise_plan import noise_of
 from aqnpipe.training.ranks import rank_and_size

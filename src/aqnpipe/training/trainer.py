@@ -30,8 +30,7 @@ from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.adapters import adapters_off, has_adapters
-from aqnpipe.models.sharding import average_whole_gradients, shard_model, split_groups
-from aqnpipe.models.shares import is_sharded, local
+from aqnpipe.models.sharding import average_whole_gradients, is_sharded, local, shard_model, split_groups
 from aqnpipe.noise.aqn import noised_actor
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise

@@ -29,8 +29,7 @@ from aqnpipe.device import determinism_requested
 from aqnpipe.errors import VerificationError
 from aqnpipe.machine.places import Places
 from aqnpipe.models.parts import parts_of
-from aqnpipe.models.sharding import gathered_weights
-from aqnpipe.models.shares import local
+from aqnpipe.models.sharding import gathered_weights, local
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.ranks import gathered, rank_and_size

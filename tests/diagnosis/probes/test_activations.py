@@ -5,8 +5,7 @@ import torch
 from decoder_families import tiny_model_of
 
 from aqnpipe.diagnosis.probes.activations import activation_name, activation_of, activation_sweep, gated_sweep
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites
+from aqnpipe.models.layout import decoder_layers, layer_sites
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

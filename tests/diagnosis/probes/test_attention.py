@@ -8,8 +8,7 @@ from decoder_families import tiny_model_of
 
 from aqnpipe.diagnosis.probes.attention_operands import KINDS, kind_of
 from aqnpipe.diagnosis.probes.sequences import probe_sequences
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites
+from aqnpipe.models.layout import decoder_layers, layer_sites
 
 
 def wrong_places(model):

@@ -7,8 +7,7 @@ from decoder_families import tiny_model_of
 from aqnpipe.diagnosis.probes.linears import probe_gradients
 from aqnpipe.diagnosis.probes.model import model_checks
 from aqnpipe.diagnosis.probes.outer_modules import probe_outer_modules
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites, site_module
+from aqnpipe.models.layout import decoder_layers, layer_sites, site_module
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

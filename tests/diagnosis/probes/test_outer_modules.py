@@ -9,8 +9,7 @@ from aqnpipe.diagnosis.probes.flow import FAMILIES
 from aqnpipe.diagnosis.probes.model import without_consequences
 from aqnpipe.diagnosis.probes.norms import norm_sweep
 from aqnpipe.diagnosis.probes.outer_modules import probe_outer_modules
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites
+from aqnpipe.models.layout import decoder_layers, layer_sites
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")

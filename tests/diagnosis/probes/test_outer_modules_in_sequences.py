@@ -8,8 +8,7 @@ from aqnpipe.diagnosis.checks import compare
 from aqnpipe.diagnosis.probes.flow import HANDOFFS
 from aqnpipe.diagnosis.probes.model import without_consequences
 from aqnpipe.diagnosis.probes.sequences import probe_sequences
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites
+from aqnpipe.models.layout import decoder_layers, layer_sites
 
 NAN = float("nan")
 

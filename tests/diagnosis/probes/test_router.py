@@ -6,8 +6,7 @@ from random_models import random_mixture_of
 
 from aqnpipe.diagnosis.probes.experts import probe_router, router_of
 from aqnpipe.diagnosis.probes.model import model_checks
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites
+from aqnpipe.models.layout import decoder_layers, layer_sites
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}

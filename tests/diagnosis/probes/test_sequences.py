@@ -15,8 +15,7 @@ from aqnpipe.diagnosis.probes.flow import FAMILIES, observed
 from aqnpipe.diagnosis.probes.model import without_consequences
 from aqnpipe.diagnosis.probes.norms import norm_in_model
 from aqnpipe.diagnosis.probes.sequences import probe_sequences
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites
+from aqnpipe.models.layout import decoder_layers, layer_sites
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYER = 1

@@ -5,8 +5,7 @@ import torch
 from decoder_families import tiny_model_of
 
 from aqnpipe.diagnosis.probes.linears import LARGE, SMALL, probe_shapes, rows_of_layer
-from aqnpipe.models.layout import decoder_layers
-from aqnpipe.models.sites import layer_sites
+from aqnpipe.models.layout import decoder_layers, layer_sites
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

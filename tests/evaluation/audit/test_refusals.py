@@ -23,9 +23,8 @@ from aqnpipe.evaluation import shards
 from aqnpipe.evaluation.shards import ShardRunner, local_shard_runner
 from aqnpipe.evaluation.stage import evaluate
 from aqnpipe.generation import transformers_backend
-from aqnpipe.generation.kv_cache import InPlaceLayer
 from aqnpipe.generation.noisy_passes import TransformersPasses
-from aqnpipe.generation.transformers_backend import TransformersBackend
+from aqnpipe.generation.transformers_backend import InPlaceLayer, TransformersBackend
 from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 

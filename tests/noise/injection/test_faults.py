@@ -8,7 +8,7 @@ from torch import nn
 
 from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ModelError
-from aqnpipe.models.sites import site_module
+from aqnpipe.models.layout import site_module
 from aqnpipe.noise.injection import faults
 from aqnpipe.seeding import keyed_generator
 

@@ -98,7 +98,7 @@ def _refuse_token_options(given: Sequence[str]) -> None:
 
 def _refuse_other_model(option: str, model: str, identity: CaptureIdentity) -> None:
     """Raise ConfigError before any work if the model is not the one of a capture."""
-    from aqnpipe.parity.identity import model_facts
+    from aqnpipe.parity.capture import model_facts
 
     facts = model_facts(folder_of(model), model)
     for name, what in (("weights_sha256", "weights"), ("tokenizer_sha256", "tokenizer")):
@@ -149,7 +149,7 @@ def parity(
     from aqnpipe.artifacts.files import write_json, write_text
     from aqnpipe.cli.parity.page import page_of
     from aqnpipe.cli.parity.show import text_of
-    from aqnpipe.parity.parity import parity_of
+    from aqnpipe.parity.compare import parity_of
 
     _check_options(context, captures)
     check_writable("--json", json)
@@ -209,4 +209,4 @@ def _substituted(model: str, sides: "Sides", threads: int) -> "Substitution":
     attention: Attention = "sdpa" if identity.attention == "sdpa" else "eager"
     source = find_model(model, identity.dtype, attention, random_weights=False)
     torch.set_num_threads(threads)
-    return Substitutions(load(source, torch.device("cpu"), 0), sides, threads).measured()
+    return Substitutions(load(source, torch.device("cpu"), 0), sides).measured()

@@ -14,9 +14,7 @@ from aqnpipe.config.base import describe_validation_error, key_values
 from aqnpipe.config.model import read_model_config
 from aqnpipe.device import DeviceKind, nvidia_capability
 from aqnpipe.errors import ConfigError
-from aqnpipe.generation.vllm.batch_invariance import why_not_batch_invariant
-from aqnpipe.generation.vllm.launch import BATCH_INVARIANT
-from aqnpipe.generation.vllm.requirements import check_vllm
+from aqnpipe.generation.vllm.launch import BATCH_INVARIANT, check_vllm, why_not_batch_invariant
 
 if TYPE_CHECKING:
     from aqnpipe.parity.capture_file import Capture

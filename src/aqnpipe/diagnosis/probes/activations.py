@@ -26,7 +26,7 @@ from aqnpipe.diagnosis.probes.reference import (
     zero_bias,
 )
 from aqnpipe.error_bounds import TWO_ROUNDINGS
-from aqnpipe.models.sites import LayerSites
+from aqnpipe.models.layout import LayerSites
 
 SITE = "mlp_core"
 MODULE_SITE = "activation"

@@ -28,8 +28,7 @@ from aqnpipe.diagnosis.probes.patterns import selection
 from aqnpipe.diagnosis.probes.reference import on_host, substituted
 from aqnpipe.diagnosis.probes.trace import first_input, first_tensor
 from aqnpipe.error_bounds import few_roundings
-from aqnpipe.models.layout import decoder_layers, matrices_outside, output_projection, weight_of
-from aqnpipe.models.sites import LayerSites
+from aqnpipe.models.layout import LayerSites, decoder_layers, matrices_outside, output_projection, weight_of
 
 FINITE = "finite_in_sequence"
 FINAL_NORM = "final_norm"

@@ -43,8 +43,7 @@ from aqnpipe.diagnosis.probes.reference import opening_of, substituted
 from aqnpipe.diagnosis.probes.repeats import call_layer
 from aqnpipe.diagnosis.probes.trace import tracing
 from aqnpipe.error_bounds import few_roundings
-from aqnpipe.models.layout import weight_of
-from aqnpipe.models.sites import LayerSites
+from aqnpipe.models.layout import LayerSites, weight_of
 
 
 @dataclass

@@ -43,7 +43,7 @@ from aqnpipe.diagnosis.probes.reference import (
     zero_bias,
 )
 from aqnpipe.error_bounds import linear_bound
-from aqnpipe.models.sites import LayerSites
+from aqnpipe.models.layout import LayerSites
 from aqnpipe.seeding import keyed_generator
 
 Replacement = tuple[Tensor, Tensor]

@@ -41,7 +41,7 @@ from aqnpipe.diagnosis.probes.reference import FEW_ROWS
 from aqnpipe.diagnosis.probes.repeats import Part
 from aqnpipe.diagnosis.probes.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.probes.sequences import long_batch, longest_sequence, probe_sequences
-from aqnpipe.models.sites import LayerSites
+from aqnpipe.models.layout import LayerSites
 from aqnpipe.seeding import keyed_generator
 
 _NO_GRADIENT = "the module has no gradient"

@@ -20,7 +20,7 @@ from aqnpipe.artifacts.diagnoses import LocatedFault
 from aqnpipe.diagnosis.checks import Check, compare, differs
 from aqnpipe.diagnosis.probes.trace import Step, Trace, steps, tracing
 from aqnpipe.error_bounds import few_roundings, gamma, linear_bound
-from aqnpipe.models.sites import LayerSites
+from aqnpipe.models.layout import LayerSites
 
 _RANDOM = ("noise", "spike")
 

@@ -24,7 +24,7 @@ from aqnpipe.diagnosis.probes.outer_modules import changed_logits
 from aqnpipe.diagnosis.probes.reference import on_host
 from aqnpipe.diagnosis.probes.rotary import SITE as ROTARY_SITE
 from aqnpipe.diagnosis.probes.rotary import TABLE_SITE, rotation_checks, shown_projections, table_checks, zero_angles
-from aqnpipe.models.sites import LayerSites
+from aqnpipe.models.layout import LayerSites
 
 _PREFILL = 131
 """Tokens of the first prefill, more than two tiles of 64 and not a multiple of any tile."""

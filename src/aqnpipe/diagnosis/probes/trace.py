@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from aqnpipe.diagnosis.capture import hooked
-from aqnpipe.models.sites import LayerSites
+from aqnpipe.models.layout import LayerSites
 
 
 @dataclass

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from aqnpipe.artifacts.provenance import short_digest
-from aqnpipe.models.adapted import find_base, has_only_adapters
 from aqnpipe.models.loading import stored_weights
+from aqnpipe.models.prepared import find_base, has_only_adapters
 from aqnpipe.models.verification import name_in_files
 from aqnpipe.seeding import derive_seed
 

@@ -14,24 +14,24 @@ from torch import Tensor
 from aqnpipe.config.model import Dtype, read_model_config
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ModelError, ReceiptError, first_line
-from aqnpipe.generation.backend import Completion, Sampling
+from aqnpipe.generation.backend import END_TOKEN, STOP_TEXTS, Completion, Sampling, StopText
 from aqnpipe.generation.noisy_passes import PassMeasurements, PassNoise
-from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXTS, StopText
-from aqnpipe.generation.vllm.graphs import graph_settings
-from aqnpipe.generation.vllm.launch import kv_cache_bytes, refuse_too_large, start, vllm_version
-from aqnpipe.generation.vllm.requirements import (
+from aqnpipe.generation.vllm.launch import (
     check_model,
     check_tensor_parallel,
     check_vllm,
-    with_common_names,
+    graph_settings,
+    kv_cache_bytes,
+    refuse_too_large,
+    start,
+    vllm_version,
 )
-from aqnpipe.generation.vllm.weight_buffer import WeightBuffer
-from aqnpipe.generation.vllm.weights import Digests, in_buffers, refuse_other_weights
-from aqnpipe.generation.vllm.worker import NoiseExtension
+from aqnpipe.generation.vllm.weights import Digests, WeightBuffer, in_buffers, refuse_other_weights
+from aqnpipe.generation.vllm.worker import NoiseExtension, checked_reply
 from aqnpipe.generation.vllm.worker_merge import checked_measurements, merged_workers, shares_of
 from aqnpipe.machine.machine import NoiseKey
-from aqnpipe.models.allowed_keys import load_config
 from aqnpipe.models.loading import load_tokenizer
+from aqnpipe.models.untrusted import load_config
 from aqnpipe.noise.injection.faults import ActiveFaultState
 from aqnpipe.seeding import derive_seed
 
@@ -77,18 +77,15 @@ class VllmEngine:
         check_vllm(device)
         if sleeps and device == "cpu":
             raise ModelError("generation.rollout_sleep: vLLM has no sleep mode on a CPU; expected false")
-        config = read_model_config(folder)
-        check_model(folder, config, device)
+        config = check_model(folder, read_model_config(folder), device)
         load_config(folder)  # vLLM reads the file itself: only what it may contain is of interest here
-        config = with_common_names(folder, config)
         check_tensor_parallel(folder, config, device, tensor_parallel)
         self._folder, self._end_token = folder, end_token
         self._stops: dict[str, StopText] = {}
         self._noise: PassNoise | None = None
         self._at_end = ExitStack()
         self._min_forwards = self._longest_batch = 0
-        self._noises_operators = False
-        self._cuda_graphs, self._is_clean, self._must_replay = cuda_graphs, False, False
+        self._cuda_graphs, self._must_replay = cuda_graphs, False
         self._batch_size, self._batch_tokens = batch_size, max(2048, max_tokens)
         arguments: dict[str, Any] = {
             "model": str(folder),
@@ -186,10 +183,7 @@ class VllmEngine:
     def begin_pass(self, noise: PassNoise) -> None:
         """Start a pass under `noise`. Raises ModelError if vLLM's model does not support the noise."""
         self.call_workers("aqnpipe_begin_pass", noise.model_dump(mode="json"))
-        self._noise = noise
-        self._min_forwards = self._longest_batch = 0
-        self._noises_operators = noise.operator_noise_in(noise.phase) is not None
-        self._is_clean, self._must_replay = noise.is_clean, False
+        self._noise, self._min_forwards, self._longest_batch, self._must_replay = noise, 0, 0, False
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: NoiseKey | None = None
@@ -231,8 +225,8 @@ class VllmEngine:
         if key is None:
             return self._outputs(prompts, parameters, share_prefix=False)
         # In a rollout every row reads its own prompt.
-        noise = self._noise
-        share_prefix = noise is not None and noise.clean_norms is None and noise.is_clean
+        is_clean = self._noise is not None and self._noise.is_clean
+        share_prefix = is_clean and self._noise is not None and self._noise.clean_norms is None
         self.call_workers("aqnpipe_begin_batch", key._asdict())
         try:
             outputs = self._outputs(prompts, parameters, share_prefix)
@@ -244,7 +238,7 @@ class VllmEngine:
         self._longest_batch = max(self._longest_batch, longest)
         # Where all prompts are read in the first pass, every other one has a token of each row: those have graphs.
         together = len(prompts) <= self._batch_size and sum(map(len, prompts)) <= self._batch_tokens
-        self._must_replay |= self._cuda_graphs and self._is_clean and together and longest > 1
+        self._must_replay |= self._cuda_graphs and is_clean and together and longest > 1
         return outputs
 
     def end_pass(self) -> PassMeasurements:
@@ -256,13 +250,13 @@ class VllmEngine:
         if noise is None:
             raise RuntimeError("no forward pass has begun; this is a bug")
         replies = self.call_workers("aqnpipe_end_pass")
-        recorder = noise.recorder(self._num_layers, self._workers[0]["num_norms"])
-        audited = self._longest_batch if self._noises_operators else 0
+        num_norms = self._workers[0]["num_norms"]
+        audited = self._longest_batch if noise.operator_noise_in(noise.phase) is not None else 0
         number, forwards = len(self._workers), self._min_forwards
         states = checked_measurements(replies, number, forwards, audited, must_replay=self._must_replay)
-        merged = merged_workers(states, shares_of(replies), recorder)
+        merged = merged_workers(states, shares_of(replies), noise.recorder(self._num_layers, num_norms))
         faults = tuple(ActiveFaultState(**state) for state in replies[0]["fault_states"])
-        return PassMeasurements(self._num_layers, self._workers[0]["num_norms"], merged, faults)
+        return PassMeasurements(self._num_layers, num_norms, merged, faults)
 
     def fall_asleep(self) -> None:
         """Free the GPU memory of weights and cache; the caller sends the weights again before they are used."""
@@ -328,13 +322,7 @@ class VllmEngine:
 
         Raises ModelError or ReceiptError for what a worker reports in one line.
         """
-        replies: list[Mapping[str, Any]] = self._llm.collective_rpc(method, args=args)
-        for reply in replies:
-            if "model_error" in reply:
-                raise ModelError(reply["model_error"])
-            if "receipt_error" in reply:
-                raise ReceiptError(reply["receipt_error"])
-        return replies
+        return [checked_reply(reply) for reply in self._llm.collective_rpc(method, args=args)]
 
     def _check_invariance(self, requested: bool | None) -> None:
         found = [worker["batch_invariant"] for worker in self._workers]
@@ -343,7 +331,14 @@ class VllmEngine:
 
     def _checked_workers(self, num_layers: int, tensor_parallel: int) -> list[Mapping[str, Any]]:
         self._num_layers = num_layers
-        workers = _described(lambda: self.call_workers("aqnpipe_describe"))
+        try:
+            workers = self.call_workers("aqnpipe_describe")
+        except Exception as error:
+            # vLLM raises an error of another process as a bare Exception; other types are not about the extension.
+            if type(error) is not Exception:
+                raise
+            reason = first_line(error)[:200]
+            raise ReceiptError(f"vLLM's workers run without aqnpipe's extension ({reason})") from error
         for worker in workers:
             label = f"vLLM's worker {worker['rank']} of {worker['num_workers']}"
             if worker["plugin"] != version("aqnpipe"):
@@ -372,14 +367,3 @@ class VllmEngine:
         if sorted(worker["rank"] for worker in workers) != list(range(workers[0]["num_workers"])):
             raise ReceiptError(f"vLLM: {len(workers)} of {workers[0]['num_workers']} workers replied")
         return workers
-
-
-def _described(call: Callable[[], list[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-    try:
-        return call()
-    except Exception as error:
-        # vLLM raises an error of another process as a bare Exception; other types are not about the extension.
-        if type(error) is not Exception:
-            raise
-        reason = first_line(error)
-        raise ReceiptError(f"vLLM's workers run without aqnpipe's extension ({reason[:200]})") from error

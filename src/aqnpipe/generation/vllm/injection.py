@@ -34,14 +34,11 @@ from aqnpipe.config.generation import is_without_vllm
 from aqnpipe.config.noise import FakeQuantization, ModuleNoise, OperatorNoise, Phase
 from aqnpipe.errors import ModelError
 from aqnpipe.generation.noisy_passes import PassNoise
-from aqnpipe.generation.vllm.linears import Linear
-from aqnpipe.generation.vllm.modules import EngineModel
-from aqnpipe.generation.vllm.replacement import replace
-from aqnpipe.generation.vllm.tensor_parallel import on_share
+from aqnpipe.generation.vllm.modules import EngineModel, Linear
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.norms import ATTENTION, SUM
-from aqnpipe.models.caches import Replace, Update
 from aqnpipe.models.layout import layer_of
+from aqnpipe.models.parts import Replace, Update
 from aqnpipe.noise.injection.faults import ActiveFaults, keep, on_input, on_output
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.injection.sites import ModelSites
@@ -152,7 +149,7 @@ class EngineSites(ModelSites):
         self.model = engine.model
         self.layers = [layer.module for layer in engine.layers]
         self.head = engine.logits[0] if engine.logits else engine.head.module
-        self.shared = partial(on_share, engine.shards)
+        self.shared = engine.on_share
         self.noised_shards: dict[str, set[Shard]] = {}
         self._engine, self._noise, self._hidden_sigmas = engine, noise, hidden_sigmas
         self._operators: OperatorNoise | None = noise.operator_noise_in(noise.phase)
@@ -386,6 +383,16 @@ class EngineSites(ModelSites):
     def _leave(self, *_: Any) -> None:
         if self._running:
             self._running.pop()
+
+
+def replace(stack: ExitStack, owner: Any, name: str, value: object) -> None:
+    """Set an attribute of `owner`; `stack` restores what the instance had, or removes what it had only of its class."""
+    own = vars(owner)
+    if name in own:
+        stack.callback(setattr, owner, name, own[name])
+    else:
+        stack.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
 def _refuse_compiled(module: nn.Module, args: Any) -> None:

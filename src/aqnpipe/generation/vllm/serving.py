@@ -12,7 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field
+from torch import distributed
 
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.noise import ErrorModel, LayerIndex, OperatorNoise, OperatorSet
@@ -20,8 +22,7 @@ from aqnpipe.config.yaml_file import load_yaml, validated
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.generation.noisy_passes import PassNoise
 from aqnpipe.generation.vllm.plugin import NOISE_FILE
-from aqnpipe.generation.vllm.tensor_parallel import texts_of_all_workers
-from aqnpipe.generation.vllm.worker import NoiseExtension
+from aqnpipe.generation.vllm.worker import NoiseExtension, checked_reply
 from aqnpipe.generation.vllm.worker_merge import merged_workers, shares_of, states_of
 from aqnpipe.models.layout import num_rms_norms
 from aqnpipe.noise.receipts.receipt import Receipt
@@ -57,8 +58,8 @@ class ServedNoise(NoiseExtension):
             )
         noise = load_yaml(Path(path), ServedNoiseFile).as_pass(path)
         self._aqnpipe_steps = 0
-        _raise(self.aqnpipe_begin_pass(noise.model_dump(mode="json")))
-        _raise(self.aqnpipe_begin_batch({"seed": noise.noise_seed, "step": 0}))
+        checked_reply(self.aqnpipe_begin_pass(noise.model_dump(mode="json")))
+        checked_reply(self.aqnpipe_begin_batch({"seed": noise.noise_seed, "step": 0}))
 
     def aqnpipe_receipt(self: Any) -> dict[str, Any]:
         """Return the receipt since the start, and its problems; what is answered later has further noise.
@@ -69,7 +70,7 @@ class ServedNoise(NoiseExtension):
         self.aqnpipe_end_batch()
         receipt, problems = self._aqnpipe_judged(current)
         self._aqnpipe_steps += 1
-        _raise(self.aqnpipe_begin_batch({"seed": current.noise.noise_seed, "step": self._aqnpipe_steps}))
+        checked_reply(self.aqnpipe_begin_batch({"seed": current.noise.noise_seed, "step": self._aqnpipe_steps}))
         return {"rank": self.rank, "problems": problems, "receipt": receipt.model_dump(mode="json")}
 
     def _aqnpipe_judged(self: Any, current: Any) -> tuple[Receipt, list[str]]:
@@ -87,6 +88,21 @@ class ServedNoise(NoiseExtension):
         return receipt, receipt.problems()
 
 
-def _raise(reply: dict[str, Any]) -> None:
-    if "model_error" in reply:
-        raise ModelError(reply["model_error"])
+def texts_of_all_workers(text: str) -> list[str]:
+    """Return the `text` of every worker, by rank; every worker must call this. Nothing is pickled."""
+    from vllm.distributed import get_tp_group
+
+    return exchanged(text, get_tp_group().cpu_group)
+
+
+def exchanged(text: str, group: distributed.ProcessGroup | None) -> list[str]:
+    """Return the `text` of every process of a group that can send tensors on the CPU, by rank."""
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    num_workers = distributed.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_workers)]
+    distributed.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.cat([own, torch.zeros(longest - len(own), dtype=torch.uint8)])
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(num_workers)]
+    distributed.all_gather(texts, padded, group=group)
+    return [bytes(data[: int(size)].tolist()).decode() for data, size in zip(texts, sizes, strict=True)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from aqnpipe.generation.stop_text import END_TOKEN, STOP_TEXTS, StopText
+from aqnpipe.generation.backend import END_TOKEN, STOP_TEXTS, StopText
 from aqnpipe.models.loading import load_tokenizer
 
 

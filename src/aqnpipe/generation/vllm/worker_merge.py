@@ -5,6 +5,7 @@ keys, and the shares that had noise must together be the whole. A worker without
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from aqnpipe.errors import ReceiptError
@@ -68,16 +69,19 @@ def checked_measurements(
 
 def states_of(replies: Sequence[Mapping[str, Any]]) -> list[RecorderState]:
     """Return what each worker recorded, by rank, unchecked."""
-    by_rank = sorted(replies, key=lambda reply: int(reply["rank"]))
-    return [RecorderState.model_validate_json(reply["state"]) for reply in by_rank]
+    return [RecorderState.model_validate_json(reply["state"]) for reply in sorted(replies, key=_rank)]
 
 
 def shares_of(replies: Sequence[Mapping[str, Any]]) -> list[dict[str, list[Shard]]]:
     """Return, by rank, the tensor-parallel shares that had noise, by operator."""
     return [
         {operator: [Shard(*share) for share in shares] for operator, shares in reply["shards"].items()}
-        for reply in sorted(replies, key=lambda reply: int(reply["rank"]))
+        for reply in sorted(replies, key=_rank)
     ]
+
+
+def _rank(reply: Mapping[str, Any]) -> int:
+    return int(reply["rank"])
 
 
 def merged_workers(
@@ -85,13 +89,15 @@ def merged_workers(
 ) -> RecorderState:
     """Return the measurements of the model that workers computed together: their `states` and `shares` by rank.
 
-    `recorder` must have been made with the requested noise. Raises ReceiptError, which names the worker, if one of them
-    had other noise than requested or than the others.
+    The first worker counts whole results; what all of them audited is added. `recorder` must have been made with the
+    requested noise. Raises ReceiptError, which names the worker, if one of them had other noise than requested or than
+    the others.
     """
     if len(states) == 1:
         return states[0]
     refuse([*problems_of_workers(recorder, states, _differences, "vLLM's "), *_incomplete(shares)])
-    return _merged(states)
+    audited = [Row(*row.place).include([row], _AUDITED) for state in states[1:] for row in state.rows]
+    return RecorderState(rows=grouped([*states[0].rows, *audited]))
 
 
 def _differences(first: RecorderState, other: RecorderState) -> list[str]:
@@ -104,7 +110,7 @@ def _differences(first: RecorderState, other: RecorderState) -> list[str]:
 
 
 def _incomplete(shares: Sequence[Shares]) -> list[str]:
-    """Return the operators of which the shares with noise are not together the whole."""
+    """Return the operators of which the shares with noise are not together the whole, each column once."""
     problems = []
     for operator in sorted({operator for own in shares for operator in own}):
         missing = [rank for rank, own in enumerate(shares) if operator not in own]
@@ -113,23 +119,9 @@ def _incomplete(shares: Sequence[Shares]) -> list[str]:
             continue
         found = sorted({share for own in shares for share in own[operator]})
         for width in sorted({share.width for share in found}):
-            if not _is_whole([share for share in found if share.width == width], width):
-                columns = ", ".join(f"{s.start} to {s.start + s.size}" for s in found if s.width == width)
+            same = [share for share in found if share.width == width]
+            *starts, end = accumulate((share.size for share in same), initial=0)
+            if [share.start for share in same] != starts or end != width:
+                columns = ", ".join(f"{share.start} to {share.start + share.size}" for share in same)
                 problems.append(f"{operator}: noise on columns {columns} of {width}, expected all of them once")
     return problems
-
-
-def _is_whole(shares: Sequence[Shard], width: int) -> bool:
-    """Return whether different shares, sorted, are the columns 0 to `width` without a gap or an overlap."""
-    end = 0
-    for share in shares:
-        if share.start != end:
-            return False
-        end += share.size
-    return end == width
-
-
-def _merged(states: Sequence[RecorderState]) -> RecorderState:
-    """Return the measurements of the first worker, which counts whole results, with what all of them audited."""
-    audited = [Row(*row.place).include([row], _AUDITED) for state in states[1:] for row in state.rows]
-    return RecorderState(rows=grouped([*states[0].rows, *audited]))

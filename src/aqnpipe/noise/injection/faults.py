@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ModelError
+from aqnpipe.models.layout import site_module
 from aqnpipe.models.parts import PlaceHook
-from aqnpipe.models.sites import site_module
 from aqnpipe.noise.receipts.table import Row, fault_operator
 from aqnpipe.seeding import keyed_generator
 

@@ -9,8 +9,8 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from aqnpipe.config.noise import Phase
-from aqnpipe.models.calls import first_tensor
 from aqnpipe.models.layout import dropout_rates
+from aqnpipe.models.parts import first_tensor
 
 _SAMPLED = 64
 _SAMPLED_EVERY = 16

@@ -34,9 +34,8 @@ from aqnpipe.config.noise import (
 from aqnpipe.errors import ModelError
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
 from aqnpipe.machine.modules import ModuleError, ModuleErrors
-from aqnpipe.models.caches import Update
 from aqnpipe.models.layout import refuse_norms_without_weight
-from aqnpipe.models.parts import PlaceHook, hooks_around
+from aqnpipe.models.parts import PlaceHook, Update, hooks_around
 from aqnpipe.noise.injection.faults import ActiveFaults, FaultInjection, on_input, on_output, simulated_fault_hooks
 from aqnpipe.noise.injection.measurements import PhaseMeasurements
 from aqnpipe.noise.injection.sites import FIRST_MODULE, ModelSites, audit_request, module_errors

@@ -15,11 +15,8 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import ModuleNoise, Phase, RelativeGaussian, machine_stream
 from aqnpipe.machine.machine import Machine, NoiseKey, Request
-from aqnpipe.models.caches import Replace, put_in_front
-from aqnpipe.models.calls import ForwardPasses, num_tokens
-from aqnpipe.models.layout import decoder_layers, layer_of, output_projection, select_modules
-from aqnpipe.models.parts import parts_of
-from aqnpipe.models.sites import site_module
+from aqnpipe.models.layout import decoder_layers, layer_of, output_projection, select_modules, site_module
+from aqnpipe.models.parts import ForwardPasses, Replace, num_tokens, parts_of, put_in_front
 from aqnpipe.noise.injection.faults import ActiveFaults, SharedSite
 from aqnpipe.noise.injection.pass_observation import PassObservation
 from aqnpipe.noise.kernels.shards import Shard

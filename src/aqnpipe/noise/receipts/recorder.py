@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from aqnpipe.config.noise import NoiseSpec, Phase
 from aqnpipe.errors import ReceiptError
-from aqnpipe.models.layout import is_rms_norm, layer_of, matrices_sha256, norms_sha256, weight_of
+from aqnpipe.models.layout import is_rms_norm, layer_of, norms_sha256, weight_of
+from aqnpipe.models.sharding import matrices_sha256
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.receipt_content import RecorderState
 from aqnpipe.noise.receipts.table import REQUEST, SYNC, Row, Rows, grouped

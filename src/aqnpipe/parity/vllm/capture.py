@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aqnpipe.artifacts.parities import CaptureConfig
-from aqnpipe.artifacts.provenance import versions
 from aqnpipe.config.model import read_model_config
 from aqnpipe.device import DeviceKind
 from aqnpipe.errors import ConfigError, ModelError, ReceiptError
 from aqnpipe.generation.vllm.engine import VllmEngine
-from aqnpipe.parity.capture import Pass, Scores, captured, check_sequences, replay_values
+from aqnpipe.parity.capture import Engine, Scores, check_sequences, machine_facts
 from aqnpipe.parity.capture_file import Capture
-from aqnpipe.parity.identity import machine_facts
 from aqnpipe.parity.recorder import Recording
-from aqnpipe.parity.sample import choose_sample
-from aqnpipe.parity.vllm.tokens import SEQUENCE
+from aqnpipe.parity.sample import Sample, choose_sample
+from aqnpipe.parity.vllm.worker import SEQUENCE
 from aqnpipe.seeding import keyed_generator
 
 WORKER_EXTENSION = "aqnpipe.parity.vllm.worker.CaptureExtension"
@@ -31,13 +29,14 @@ _TOKENS_PER_PASS = 2048
 """Tokens that the engine reads in one pass, at least."""
 
 
-class EngineCapture:
+class EngineCapture(Engine):
     """A running engine whose workers record operators."""
 
     def __init__(
         self, engine: VllmEngine, folder: Path, config: CaptureConfig, device: DeviceKind, scratch: Path
     ) -> None:
-        self._running, self._folder, self._config, self._scratch = engine, folder, config, scratch
+        super().__init__(folder, config)
+        self._running, self._scratch = engine, scratch
         self._device = torch.device(device)
         self._attention = ""
         self._held = engine.call_workers("aqnpipe_compare_with_files", str(folder))
@@ -45,14 +44,21 @@ class EngineCapture:
         self.num_layers, self._vocabulary = int(described["num_hidden_layers"]), int(described["vocab_size"])
         self.proven = self._prove()
 
-    def run(self, asked: Pass) -> tuple[Recording, Scores]:
+    def run(
+        self,
+        sequences: Sequence[Sequence[int]],
+        num_decoded: int,
+        sample: Sample,
+        fed: Mapping[str, Tensor] | None = None,
+        *,
+        judges: bool = True,
+    ) -> tuple[Recording, Scores]:
         """See `Engine`. Raises ModelError unless vLLM ran exactly these tokens."""
-        ids, values, target = [list(row) for row in asked.sequences], None, self._scratch / "recorded.safetensors"
-        if asked.fed is not None:
+        ids, values, target = [list(row) for row in sequences], None, self._scratch / "recorded.safetensors"
+        if fed is not None:
             values = str(self._scratch / "replay.safetensors")
-            save_file({name: tensor.contiguous() for name, tensor in asked.fed.items()}, values)
-        lengths, num_decoded = list(asked.sample.lengths), asked.num_decoded
-        self._running.call_workers("aqnpipe_begin_capture", ids, num_decoded, lengths, values, asked.judges)
+            save_file({name: tensor.contiguous() for name, tensor in fed.items()}, values)
+        self._running.call_workers("aqnpipe_begin_capture", ids, num_decoded, list(sample.lengths), values, judges)
         for first in range(0, len(ids), self._config.batch_size):
             self._read(ids[first : first + self._config.batch_size], num_decoded, first)
         reply, *others = self._running.call_workers("aqnpipe_end_capture", str(target))
@@ -82,8 +88,7 @@ class EngineCapture:
         shape = (2, _PROOF_TOKENS)
         sequences = torch.randint(self._vocabulary, shape, generator=generator).tolist()
         sample = choose_sample([_PROOF_TOKENS] * 2, 2 * _PROOF_TOKENS)
-        num_decoded = min(self._config.num_decoded, _PROOF_DECODED)
-        recording, _ = self.run(Pass(sequences, num_decoded, sample))
+        recording, _ = self.run(sequences, min(self._config.num_decoded, _PROOF_DECODED), sample)
         self._running.call_workers("aqnpipe_load_for_capture", str(self._folder))
         shutil.rmtree(random)
         for name, row in recording.operators.items():
@@ -102,7 +107,7 @@ class EngineCapture:
             "model_class": str(description["model_class"]),
             "backend": "vllm",
             "attention": self._attention,
-            "versions": {**versions(), "vllm": str(description["vllm"])},
+            "versions": {"vllm": str(description["vllm"])},
             "num_compared_parameters": min(worker["compared"] for worker in self._held),
             "stale_parameters": tuple(sorted({name for worker in self._held for name in worker["stale"]})),
         }
@@ -121,8 +126,7 @@ def capture_vllm(
     Raises ConfigError for sequences that do not fit, ModelError if vLLM cannot run the model, if its operators cannot
     be mapped, or if it ran other tokens than the given ones.
     """
-    check_sequences(sequences, config, int(read_model_config(folder)["vocab_size"]))
-    fed = None if replay is None else replay_values(replay)
+    check_sequences(sequences, config, int(read_model_config(folder)["vocab_size"]), replay)
     longest = max(map(len, sequences))
     if longest * config.batch_size > _TOKENS_PER_PASS:
         raise ConfigError(
@@ -144,8 +148,7 @@ def capture_vllm(
             tensor_parallel=config.tensor_parallel,
         ) as engine,
     ):
-        running = EngineCapture(engine, folder, config, device, Path(scratch_name))
-        return captured(running, folder, source, sequences, config, replay, fed)
+        return EngineCapture(engine, folder, config, device, Path(scratch_name)).captured(source, sequences, replay)
 
 
 def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -31,7 +31,7 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion
 from aqnpipe.generation.rollout_engines import Rollout
 from aqnpipe.models.loading import load_tokenizer
-from aqnpipe.models.shares import is_sharded
+from aqnpipe.models.sharding import is_sharded
 from aqnpipe.reference.decoder import Choice, DecodingTrace, unobserved
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import Ledger

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aqnpipe.artifacts.base import Artifact
 from aqnpipe.artifacts.training_facts import Recomputed
-from aqnpipe.models.shares import element_of, sum_of_workers
+from aqnpipe.models.sharding import element_of, sum_of_workers
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
 

@@ -19,8 +19,8 @@ from trl import GRPOConfig
 from aqnpipe.artifacts.training_facts import SETTINGS
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.adapters import adapted_modules
-from aqnpipe.models.allowed_keys import load_config
 from aqnpipe.models.layout import dropout_rates
+from aqnpipe.models.untrusted import load_config
 from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.policy import autocast_dtype
 

@@ -21,8 +21,7 @@ from aqnpipe.artifacts.training_facts import (
     expected_learning_rate,
 )
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.models.sharding import gathered_weights
-from aqnpipe.models.shares import is_sharded, is_share, local
+from aqnpipe.models.sharding import gathered_weights, is_sharded, is_share, local
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import ElementSample, Ledger, rounding_of

@@ -8,7 +8,7 @@ from torch import nn
 
 from aqnpipe.artifacts.training_facts import INITIAL, REFERENCE
 from aqnpipe.models.adapters import adapted_modules
-from aqnpipe.models.shares import local, own_share
+from aqnpipe.models.sharding import local, own_share
 from aqnpipe.models.verification import name_in_files, weights_and_files
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed

@@ -1,4 +1,4 @@
-"""The buffer between trainer and engine: another process reads what was written, and it ends with its writer."""
+"""Weights between a trainer and an engine: the buffer that another process reads ends with its writer."""
 
 import errno
 import inspect
@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from aqnpipe.errors import ModelError
-from aqnpipe.generation.vllm.weight_buffer import WeightBuffer, opened, plain, rebuilding
+from aqnpipe.generation.vllm.weights import WeightBuffer, opened, plain, rebuilding
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -38,7 +38,7 @@ def test_tensors_are_read_as_they_were_written():
 
 READER = """
 import json, sys, torch
-from aqnpipe.generation.vllm.weight_buffer import opened
+from aqnpipe.generation.vllm.weights import opened
 tensors = opened(*json.loads(sys.argv[1]), torch.device("cpu"))
 tensors["odd"].fill_(0)
 print(tensors["transposed"].tolist())
@@ -57,7 +57,7 @@ def test_another_process_reads_it_from_plain_data_and_changes_nothing():
 
 WRITER = """
 import torch
-from aqnpipe.generation.vllm.weight_buffer import WeightBuffer
+from aqnpipe.generation.vllm.weights import WeightBuffer
 buffer = WeightBuffer([("a", torch.ones(1))])
 print(buffer.shared()[0], flush=True)
 input()
