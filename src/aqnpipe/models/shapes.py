@@ -119,7 +119,6 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
     num_heads = config["num_attention_heads"]
     return ModelShape(
         hidden_size=config["hidden_size"],
-        intermediate_size=experts["intermediate_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
@@ -128,8 +127,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=config.get("model_type") == "qwen2",
         head_norms=config.get("model_type") in ("qwen3", "qwen3_moe"),
-        num_experts=experts["num_experts"],
-        experts_per_token=experts["experts_per_token"],
+        **experts,
     )
 
 
