@@ -220,13 +220,9 @@ def _keys_at(model: type[BaseModel], raw: Sequence[str | int]) -> list[str]:
     annotations: list[Any] = [model]
     for part in raw:
         annotations = [step for annotation in annotations for step in _step(annotation, part)]
-    return list(dict.fromkeys(name for annotation in annotations for name in _models(annotation)))
-
-
-def _models(annotation: Any) -> Iterator[str]:
-    for member in _members(annotation):
-        if isinstance(member, type) and issubclass(member, BaseModel):
-            yield from member.model_fields
+    members = [member for annotation in annotations for member in _members(annotation)]
+    models = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
+    return list(dict.fromkeys(name for found in models for name in found.model_fields))
 
 
 def _step(annotation: Any, part: str | int) -> Iterator[Any]:

@@ -8,7 +8,7 @@ very many values are refused before they are expanded.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ _LARGEST_DOCUMENT = 1_000_000
 """Values in a document, aliases counted as often as they are used."""
 
 _EXACT_INTEGERS = 2**53
+_TEXT = "tag:yaml.org,2002:str"
 
 
 def read_yaml_file(path: Path) -> Any:
@@ -52,20 +53,26 @@ def typed_scalars(content: Any) -> Any:
 
     Snakemake reads `--config training={learning_rate: 1e-6}` as text only.
     """
-    if isinstance(content, Mapping):
-        return {key: typed_scalars(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [typed_scalars(value) for value in content]
-    if not isinstance(content, str):
-        return content
-    tag = _StrictLoader("").resolve(yaml.ScalarNode, content, (True, False))
-    if tag == "tag:yaml.org,2002:str":
-        return content
+    return _changed(content, _typed)
+
+
+def _typed(value: Any) -> Any:
+    if not isinstance(value, str) or _StrictLoader("").resolve(yaml.ScalarNode, value, (True, False)) == _TEXT:
+        return value
     try:
-        return yaml.load(content, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        return yaml.load(value, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
-        problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else f"{content!r} is no value ({error})"
+        problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else f"{value!r} is no value ({error})"
         raise ConfigError(f"--config: {problem}") from error
+
+
+def _changed(content: Any, change: Callable[[Any], Any]) -> Any:
+    """Return content with what a function makes of each value that is no mapping and no list."""
+    if isinstance(content, Mapping):
+        return {key: _changed(value, change) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_changed(value, change) for value in content]
+    return change(content)
 
 
 def validated(model: type[Model], content: Any, source: str) -> Model:
@@ -75,7 +82,7 @@ def validated(model: type[Model], content: Any, source: str) -> Model:
     """
     try:
         # JSON, because pydantic's strict mode accepts lists for tuples only there.
-        return model.model_validate_json(json.dumps(_with_integers(content), default=str), strict=True)
+        return model.model_validate_json(json.dumps(_changed(content, _integer), default=str), strict=True)
     except (RecursionError, TypeError) as error:
         raise ConfigError(f"{source}: expected a mapping of keys with simple values") from error
     except ValidationError as error:
@@ -144,15 +151,10 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
         yield from node.value
 
 
-def _with_integers(content: Any) -> Any:
-    """Return `content` with floats that are whole numbers as integers, which fields of either kind accept."""
-    if isinstance(content, dict):
-        return {key: _with_integers(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_with_integers(value) for value in content]
-    if isinstance(content, float) and content.is_integer() and abs(content) < _EXACT_INTEGERS:
-        return int(content)
-    return content
+def _integer(value: Any) -> Any:
+    """Return a float that is a whole number as an integer, which fields of either kind accept."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < _EXACT_INTEGERS
+    return int(value) if is_whole else value
 
 
 def _near_files(path: Path) -> str:
