@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from aqnpipe.proof.elementwise import ELEMENTWISE
+from aqnpipe.proof.operations import arguments_of
 from aqnpipe.proof.recompute import Draw
 
 aten = torch.ops.aten
@@ -37,9 +38,7 @@ def cases(dtype):
 def sampled(operator, operands, named, count=64):
     function = getattr(aten, operator).default
     result = function(*operands, **named)
-    schema = function._schema.arguments
-    arguments = {argument.name: argument.default_value for argument in schema}
-    arguments |= dict(zip((argument.name for argument in schema), operands, strict=False)) | named
+    arguments = arguments_of(function, operands, named, copies_first=False)
     return ELEMENTWISE[operator](arguments, result, Draw(np.random.default_rng(0), count)), result
 
 

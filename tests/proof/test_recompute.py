@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from aqnpipe.proof.operations import arguments_of
 from aqnpipe.proof.recompute import RECOMPUTED, Draw, numbered_in_order
 
 aten = torch.ops.aten
@@ -14,11 +15,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 
 def attention(dtype, heads=4, shared=2, **named):
-    q, k, v = (
-        random(2, heads, 12, 16, dtype=dtype),
-        random(2, shared, 12, 16, dtype=dtype),
-        random(2, shared, 12, 16, dtype=dtype),
-    )
+    q, k, v = (random(2, number, 12, 16, dtype=dtype) for number in (heads, shared, shared))
     return (q, k, v, 0.0, True), named
 
 
@@ -63,9 +60,7 @@ def test_recomputed_values_are_those_of_torch(dtype):
             continue
         function = getattr(aten, operator).default
         result = function(*operands, **named)
-        schema = function._schema.arguments
-        arguments = {argument.name: argument.default_value for argument in schema}
-        arguments |= dict(zip((argument.name for argument in schema), operands, strict=False)) | named
+        arguments = arguments_of(function, operands, named, copies_first=False)
         (found,) = RECOMPUTED[operator](arguments, result, Draw(rng, 64))
         assert (np.abs(found.found - found.exact) <= found.slack + found.after).all(), operator
         # The bound is no excuse: noise of 5 % is far beyond it in float32, and beyond it on average in bfloat16.
@@ -96,7 +91,7 @@ def test_gradients_of_attention_are_those_of_torch(dtype, shared, scale):
     function = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     operands = (gradient, q, k, v, output, sums, dropout, causal)
     result = function(*operands)
-    arguments = dict(zip((argument.name for argument in function._schema.arguments), operands, strict=False))
+    arguments = arguments_of(function, operands, {}, copies_first=False)
     for _ in range(4):
         recompute = RECOMPUTED["_scaled_dot_product_flash_attention_for_cpu_backward"]
         found = recompute(arguments, result, Draw(np.random.default_rng(0), 32))
