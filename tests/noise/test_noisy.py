@@ -294,16 +294,6 @@ def test_a_head_in_chunks_outside_the_model(model, ids):
     assert sum(outside) > 0
 
 
-def test_parts_called_by_themselves(model, ids):
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
-        first = model.model.layers[0].mlp(torch.ones(1, 2, 32))
-        assert not torch.equal(first, model.model.layers[0].mlp(torch.ones(1, 2, 32)))
-        model.forward(input_ids=ids)
-        model.lm_head(torch.ones(1, 2, 32))
-        model(input_ids=ids)
-    receipt.check()
-
-
 def test_a_layer_that_runs_twice_has_other_noise(model, ids):
     layer, seen = model.model.layers[1], []
 
@@ -404,19 +394,6 @@ def test_a_classifier_and_a_model_without_layers(ids):
         with torch.no_grad(), aqnpipe.noisy(model, scale=0.05) as receipt:
             model(**inputs)
         assert receipt.check().noised > 0
-
-
-def test_a_pass_that_dies_disturbs_no_other(model, ids):
-    def die(module, args):
-        handle.remove()
-        raise torch.OutOfMemoryError("simulated")
-
-    with aqnpipe.noisy(model, scale=0.05) as receipt, torch.no_grad():
-        handle = model.model.layers[1].mlp.register_forward_pre_hook(die)
-        with pytest.raises(torch.OutOfMemoryError):
-            model(input_ids=ids)
-        model(input_ids=ids[:1])
-    assert receipt.check().recomputed_numbers > 100
 
 
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
