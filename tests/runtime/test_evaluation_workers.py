@@ -5,12 +5,11 @@ Ray takes about ten seconds to start, so most tests share a cluster of two nodes
 
 import os
 import signal
-import subprocess
 import sys
 
 import polars as pl
 import pytest
-from ray_nodes import two_ray_nodes
+from ray_nodes import descendants, two_ray_nodes
 from tiny_evaluation import evaluation_spec
 
 from aqnpipe.artifacts.evaluations import EvaluationTable
@@ -81,14 +80,7 @@ def alone(tmp_path_factory, model_dir, problems):
 
 def actor_processes(of):
     """Return the process ids of the actors below a process."""
-    table = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in table.splitlines()]
-    found, parents = [], {of}
-    while parents:
-        below = {int(row[0]): row[2] for row in rows if int(row[1]) in parents}
-        found += [pid for pid, command in below.items() if "EvaluationActor" in command]
-        parents = set(below)
-    return found
+    return [pid for pid, command in descendants(of).items() if "EvaluationActor" in command]
 
 
 def test_one_worker_needs_no_ray(tmp_path, model_dir, problems, alone, monkeypatch):

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 from faulted_study import tally
 from pydantic import ValidationError
-from ray_nodes import two_ray_nodes
+from ray_nodes import descendants, two_ray_nodes
 from safetensors.torch import load_file
 from small_disk import mounted_small_disk
 from tiny_training import write_builtin_inputs
@@ -208,17 +208,6 @@ class Launch:
             assert time.monotonic() < until, self.log.read_text()
             time.sleep(0.05)
         return descendants(self.process.pid)
-
-
-def descendants(pid):
-    table = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in table.splitlines()]
-    found, parents = {}, {pid}
-    while parents:
-        below = {int(row[0]): row[2] for row in rows if int(row[1]) in parents}
-        found |= below
-        parents = set(below)
-    return found
 
 
 def wait_until_gone(pids, timeout=90):

@@ -4,10 +4,11 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 
@@ -31,3 +32,12 @@ def two_ray_nodes() -> Iterator[Any]:
         yield nodes
         nodes.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Return the commands of all processes below one, by process id."""
+    found = {}
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found[process.pid] = " ".join(process.cmdline())
+    return found

@@ -11,8 +11,8 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aqnpipe.device import (
@@ -85,11 +85,12 @@ def allocated_devices(requested: RequestedDevice, num_leases: int = 0, num_devic
     spread a single worker over all of them, which TRL refuses, and jobs that run at once would share the first one.
     Raises DeviceError if there are fewer devices than `num_leases`.
     """
+    job = _slurm_job()
     if num_leases > 0:
         kind, ids = devices_of_machine(requested)
         if len(ids) < num_leases:
             raise DeviceError(_too_few(num_leases, len(ids)))
-    elif _slurm_job() is None:
+    elif job is None:
         kind, ids = devices_to_compute_on(requested)
         num_leases = num_devices if len(ids) > 1 else 0
     else:
@@ -97,44 +98,29 @@ def allocated_devices(requested: RequestedDevice, num_leases: int = 0, num_devic
         kind, ids = given.kind, given.ids
         # Several workers may have devices on further nodes of the job too.
         num_leases = 1 if num_devices == 1 and requested != "cpu" and len(ids) > 1 else 0
+    is_single = num_devices == 1 and requested != "cpu"
     if 0 < num_leases <= len(ids):
-        with _leased(kind, ids, num_leases) as allocation:
-            yield allocation
-    elif num_devices == 1 and requested != "cpu":
-        yield _first_device(current_allocation())
-    else:
-        yield current_allocation(requested)
+        # Slurm may number the devices of each of its jobs from 0.
+        owner = f"job{job}-{kind}" if job else kind
+        with lease_devices(LEASES, owner, ids, num_leases, _SECONDS_BETWEEN_TRIES) as taken:
+            # Not undone: the process ends soon after the job, and until then it must not fall back to all devices.
+            set_visible_devices(kind, taken)
+            yield Allocation(kind, taken, leased=True)
+        return
+    allocation = current_allocation() if is_single else current_allocation(requested)
+    if is_single and len(allocation.ids) > 1:
+        allocation = replace(allocation, ids=allocation.ids[:1])
+        set_visible_devices(allocation.kind, allocation.ids)
+    yield allocation
 
 
 def _too_few(num_leases: int, found: int) -> str:
-    job = _slurm_job()
-    whose, where = (
-        (
-            "this machine's devices",
-            f" ({', '.join(_DEVICE_FILES.values())} in /dev, or CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES)",
-        )
-        if job is None
-        else (f"the devices of Slurm job {job}", "")
+    if job := _slurm_job():
+        return f"devices: the profile gives {num_leases} of the devices of Slurm job {job} to a job, found {found}"
+    return (
+        f"devices: the profile gives {num_leases} of this machine's devices to a job, found {found} "
+        f"({', '.join(_DEVICE_FILES.values())} in /dev, or CUDA_VISIBLE_DEVICES or ASCEND_RT_VISIBLE_DEVICES)"
     )
-    return f"devices: the profile gives {num_leases} of {whose} to a job, found {found}{where}"
-
-
-@contextmanager
-def _leased(kind: DeviceKind, ids: tuple[str, ...], count: int) -> Iterator[Allocation]:
-    # Slurm may number the devices of each of its jobs from 0.
-    owner = f"job{_slurm_job()}-" if _slurm_job() else ""
-    with lease_devices(LEASES, f"{owner}{kind}", ids, count, _SECONDS_BETWEEN_TRIES) as taken:
-        set_visible_devices(kind, taken)
-        # Not undone: the process ends soon after the job, and until then it must not fall back to all devices.
-        yield Allocation(kind, taken, leased=True)
-
-
-def _first_device(allocation: Allocation) -> Allocation:
-    """Restrict this process to the first of its devices, if it has several."""
-    if len(allocation.ids) <= 1:
-        return allocation
-    set_visible_devices(allocation.kind, allocation.ids[:1])
-    return Allocation(allocation.kind, allocation.ids[:1])
 
 
 def devices_to_compute_on(requested: RequestedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
@@ -165,10 +151,8 @@ def current_allocation(requested: RequestedDevice = "auto") -> Allocation:
         ids = slurm_npu_ids(_details_of(job), this_node())
         if ids:
             set_visible_devices("npu", ids)
-    for kind in VISIBLE_DEVICES:
-        if visible_ids(kind):
-            return Allocation(kind, visible_ids(kind))
-    return Allocation("cpu", ())
+    visible = (Allocation(kind, visible_ids(kind)) for kind in VISIBLE_DEVICES if visible_ids(kind))
+    return next(visible, Allocation("cpu", ()))
 
 
 def devices_of_machine(requested: RequestedDevice) -> tuple[DeviceKind, tuple[str, ...]]:
@@ -224,21 +208,15 @@ def _expanded(nodes: str) -> tuple[str, ...]:
     """Return the node names of a Slurm node list: `npu[01-02,05]` are npu01, npu02 and npu05."""
     names: list[str] = []
     for prefix, inside in re.findall(r"([^,\[\]]+)(?:\[([\d,-]+)\])?", nodes):
-        if not inside:
-            names.append(prefix)
-            continue
         width = len(re.split("[,-]", inside)[0])
-        names.extend(f"{prefix}{number:0{width}}" for number in _numbers(inside))
+        names += [f"{prefix}{number:0{width}}" for number in _numbers(inside)] if inside else [prefix]
     return tuple(names)
 
 
 def _numbers(text: str) -> list[int]:
     """Return the numbers of `0-2,5`: 0, 1, 2, 5."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        numbers.extend(range(int(first), int(last or first) + 1))
-    return numbers
+    ends = [part.partition("-") for part in text.split(",")]
+    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 
 
 def _ids_in_dev(kind: DeviceKind) -> tuple[str, ...]:
@@ -260,42 +238,35 @@ def lease_devices(
     A job takes all devices that it needs or none, so two jobs never wait for each other. Raises DeviceError if a lock
     file cannot be opened.
     """
-    held = _try_to_hold(folder, kind, ids, count)
-    while held is None:
+    while (held := _try_to_hold(folder, kind, ids, count)) is None:
         time.sleep(seconds_between_tries)
-        held = _try_to_hold(folder, kind, ids, count)
-    try:
-        yield tuple(held)
-    finally:
-        for lock in held.values():
-            lock.close()
+    taken, locks = held
+    with locks:
+        yield taken
 
 
-def _try_to_hold(folder: Path, kind: str, ids: Sequence[str], count: int) -> dict[str, FileLock] | None:
-    """Return the locks of `count` free devices by id; None, without holding any lock, if fewer are free."""
-    held: dict[str, FileLock] = {}
+def _try_to_hold(
+    folder: Path, kind: str, ids: Sequence[str], count: int
+) -> tuple[tuple[str, ...], AbstractContextManager[object]] | None:
+    """Return `count` free devices and their locks; None, without holding any lock, if fewer are free."""
+    held: list[str] = []
     with ExitStack() as stack:
         for name in ids:
-            if len(held) == count:
-                break
             lock = stack.enter_context(_open(folder, f"{kind}-{name.replace('/', '_')}.lock"))
             if lock.acquire():
-                held[name] = lock
-        if len(held) < count:
-            return None
-        stack.pop_all()
-    return held
+                held.append(name)
+            if len(held) == count:
+                return tuple(held), stack.pop_all()
+    return None
 
 
 def _open(folder: Path, name: str) -> FileLock:
     """Open a lock file; create it and its folder with permissions that let every user lock it."""
     path = folder / name
     try:
-        try:
+        with suppress(FileExistsError):
             folder.mkdir()
             folder.chmod(stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO | stat.S_ISVTX)
-        except FileExistsError:
-            pass
         return FileLock(path, read_only=True)
     except OSError as error:
         raise DeviceError(f"{path}: cannot be opened as a lock file: {error.strerror}") from error

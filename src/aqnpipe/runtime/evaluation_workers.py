@@ -127,7 +127,7 @@ class _ActorPool:
     """The actors that are alive, by number."""
 
     def __init__(
-        self, device: Device, num_workers: int, folder: Path, say: Callable[[str], None], devices_each: int = 1
+        self, device: Device, num_workers: int, folder: Path, say: Callable[[str], None], devices_each: int
     ) -> None:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -150,23 +150,19 @@ class _ActorPool:
         }
         self._place = partial(PlacementGroupSchedulingStrategy, places)
         self._actors: dict[int, Any] = {}
-        self._start_missing()
 
     @contextmanager
     def open(self, spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> Iterator[ShardRunner]:
         """Load a checkpoint in place of the last one; yield its runner. An actor that died before is replaced."""
-        self._start_missing()
-        workers = self.load(spec, model_dir, max_tokens)
-        nodes = sorted({str(worker["node"]) for worker in workers})
-        self._say(f"{self._num_workers} evaluation workers, on {', '.join(nodes)}")
-        yield ShardRunner(workers[0]["generation"], self.run)
-
-    def _start_missing(self) -> None:
         import ray
 
         for number in sorted(set(range(self._num_workers)) - set(self._actors)):
             actor = ray.remote(EvaluationActor).options(**self._options, scheduling_strategy=self._place(number))
             self._actors[number] = actor.remote(str(self._log(number)))
+        workers = self.load(spec, model_dir, max_tokens)
+        nodes = sorted({str(worker["node"]) for worker in workers})
+        self._say(f"{self._num_workers} evaluation workers, on {', '.join(nodes)}")
+        yield ShardRunner(workers[0]["generation"], self.run)
 
     def load(self, spec: EvaluationSpec, model_dir: Path, max_tokens: int) -> list[dict[str, Any]]:
         """Load the checkpoint in every actor; return their descriptions. Raises WorkerError if an actor fails to."""
@@ -273,7 +269,8 @@ def evaluate_run(
     scratch: folder of the run's finished evaluations, removed at the end. Raises what `evaluate` raises, and
     RunLockedError if another process evaluates the run. No output is written unless all checkpoints are evaluated.
     """
-    staged = [_staged(checkpoint, scratch) for checkpoint in checkpoints]
+    # The names of the files contain the step.
+    staged = [StageFiles(*(scratch / path.name for path in _paths(one.outputs))) for one in checkpoints]
     with run_lock(scratch):
         first = checkpoints[0].spec
         workers = evaluation_workers(
@@ -288,18 +285,11 @@ def evaluate_run(
                 else:
                     evaluate(spec, folder, test_problems, outputs, say, train_problems, open_runner)
         for checkpoint, outputs in zip(checkpoints, staged, strict=True):
-            _move(outputs, checkpoint.outputs)
+            for source, target in zip(_paths(outputs), _paths(checkpoint.outputs), strict=True):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(source, target)
         remove_locked(scratch)
 
 
-def _staged(checkpoint: EvaluatedCheckpoint, scratch: Path) -> StageFiles:
-    """Return where the files of a checkpoint wait; their names, which contain the step, are those of the outputs."""
-    outputs = checkpoint.outputs
-    return StageFiles(*(scratch / getattr(outputs, field.name).name for field in fields(outputs)))
-
-
-def _move(staged: StageFiles, outputs: StageFiles) -> None:
-    for field in fields(outputs):
-        target: Path = getattr(outputs, field.name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(getattr(staged, field.name), target)
+def _paths(files: StageFiles) -> list[Path]:
+    return [getattr(files, field.name) for field in fields(files)]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -87,10 +88,9 @@ def logged_job(
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            with suppress(OSError):
-                sys.stdout.flush()
-            with suppress(OSError):
-                sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):
+                    stream.flush()
 
 
 def _end_with_a_line(number: int, frame: FrameType | None) -> None:
@@ -174,12 +174,12 @@ def measured_costs(path: Path) -> Iterator[None]:
     path.write_text(f"s\tmax_rss\tcpu_time\n{rows}\n", encoding="utf-8")
 
 
+@dataclass
 class _Samples:
     """Samples of the memory of this process's tree in bytes, and of the processor seconds of its descendants by pid."""
 
-    def __init__(self) -> None:
-        self.peak = 0
-        self.seconds: dict[int, float] = {}
+    peak: int = 0
+    seconds: dict[int, float] = field(default_factory=dict)
 
     def take_until(self, stop: threading.Event) -> None:
         """Take samples until `stop` is set."""
@@ -202,9 +202,11 @@ def disk_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        for cause in _with_causes(error):
+        cause: BaseException | None = error
+        while cause is not None:
             if message := _message(cause):
                 raise StorageError(f"{message} for {what}") from error
+            cause = cause.__cause__ or cause.__context__
         raise
 
 
@@ -212,12 +214,4 @@ def _message(error: BaseException) -> str | None:
     """Return the message for an error that the disk caused; None for any other error."""
     if isinstance(error, OSError):
         return _MESSAGES.get(error.errno or 0)
-    full = any(words in str(error) for words in _FULL_DISK_MESSAGES)
-    return _MESSAGES[errno.ENOSPC] if full else None
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error`, then the chain of errors that it was raised from or that were being handled."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    return _MESSAGES[errno.ENOSPC] if any(words in str(error) for words in _FULL_DISK_MESSAGES) else None

@@ -14,6 +14,7 @@ names its holder, and device leases lock files that belong to other users.
 
 import errno
 import fcntl
+import io
 import itertools
 import json
 import os
@@ -26,14 +27,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import quote
 
 from aqnpipe.config.base import RESULT_FOLDERS
 from aqnpipe.errors import RunLockedError, StorageError
 
 _HOLDER_BYTES = 500
+_HELD: list["FileLock"] = []
+"""Never closed: the kernel frees them when the process ends."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Holder:
         return f"process {self.pid} on {self.host} (since {self.since})"
 
 
-class FileLock:
+class FileLock(io.FileIO):
     """An open lock file. It is not locked until `acquire` returns True; closing it frees the lock.
 
     A missing file is created. With `read_only` the lock never writes to the file, so that it may belong to another
@@ -58,20 +59,12 @@ class FileLock:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
-        self._descriptor = _open(path, os.O_RDONLY, 0o644) if read_only else _open(path, os.O_RDWR, 0o666)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        super().__init__(_open(path, os.O_RDONLY, 0o644) if read_only else _open(path, os.O_RDWR, 0o666))
 
     def acquire(self) -> bool:
         """Try to acquire the lock without waiting; return False if another process holds it."""
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
@@ -79,7 +72,7 @@ class FileLock:
     def is_current(self) -> bool:
         """Return True if the path still names the open file: it may have been removed before it was locked."""
         try:
-            return os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
+            return os.path.samestat(self.path.stat(), os.fstat(self.fileno()))
         except FileNotFoundError:
             return False
 
@@ -88,21 +81,17 @@ class FileLock:
         since = datetime.now(UTC).isoformat(timespec="seconds")
         text = json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), since)))
         # A single write covers the whole old record, so that a kill cannot leave a mix of both.
-        os.pwrite(self._descriptor, text.encode().ljust(_HOLDER_BYTES), 0)
+        os.pwrite(self.fileno(), text.encode().ljust(_HOLDER_BYTES), 0)
 
     def last_holder(self) -> Holder | None:
         """Return the process that last recorded itself in the file; None if there is no readable record."""
         with suppress(ValueError, TypeError):
-            return Holder(**json.loads(os.pread(self._descriptor, _HOLDER_BYTES, 0)))
+            return Holder(**json.loads(os.pread(self.fileno(), _HOLDER_BYTES, 0)))
         return None
 
     def describe_holder(self) -> str:
         """Return the last holder in words; `another process` if there is no record."""
         return str(self.last_holder() or "another process")
-
-    def close(self) -> None:
-        """Close the file, which frees the lock."""
-        os.close(self._descriptor)
 
 
 def _open(path: Path, access: int, mode: int) -> int:
@@ -165,7 +154,7 @@ def recover_study(results: str, snakemake: Path = SNAKEMAKE) -> str | None:
     Files dated in the future get the current time, because Snakemake fails a job whose outputs are older than its
     inputs. Raises StorageError if a file cannot be changed.
     """
-    with _opened(_in_results(results)) as other, _opened(_beside_snakemake(results, snakemake)) as lock:
+    with _in_results(results) as other, _beside_snakemake(results, snakemake) as lock:
         try:
             for each in (other, lock):
                 if not each.acquire():
@@ -195,22 +184,17 @@ def hold_results(results: str) -> None:
     _hold(results, _in_results(results))
 
 
-def _hold(results: str, path: Path) -> None:
-    lock = _opened(path)
+def _hold(results: str, lock: FileLock) -> None:
     if not lock.acquire():
         raise RunLockedError(f"{results}: {lock.describe_holder()} works on this study")
     lock.record_holder()
-    # Never closed: the kernel frees the lock when the process ends.
+    _HELD.append(lock)
 
 
 def _reset_future_times(results: Path) -> None:
     now = time.time()
-    nested = (
-        Path(where, name)
-        for folder in RESULT_FOLDERS
-        for where, _, names in os.walk(results / folder)
-        for name in names
-    )
+    walked = itertools.chain.from_iterable(os.walk(results / folder) for folder in RESULT_FOLDERS)
+    nested = (Path(where, name) for where, _, names in walked for name in names)
     for path in itertools.chain(results.glob("*"), nested):
         # A job that outlived its Snakemake may be renaming files there.
         with suppress(FileNotFoundError):
@@ -218,12 +202,12 @@ def _reset_future_times(results: Path) -> None:
                 os.utime(path, (now, now))
 
 
-def _in_results(results: str) -> Path:
-    return Path(results) / "logs" / "study.lock"
+def _in_results(results: str) -> FileLock:
+    return _opened(Path(results) / "logs" / "study.lock")
 
 
-def _beside_snakemake(results: str, snakemake: Path) -> Path:
-    return snakemake / "aqnpipe" / f"{quote(results, safe='')}.lock"
+def _beside_snakemake(results: str, snakemake: Path) -> FileLock:
+    return _opened(snakemake / "aqnpipe" / f"{quote(results, safe='')}.lock")
 
 
 def _opened(path: Path) -> FileLock:

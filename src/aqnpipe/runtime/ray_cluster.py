@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from aqnpipe.device import Device, DeviceKind
@@ -118,19 +118,23 @@ def _private_cluster(
 ) -> Iterator[dict[str, float]]:
     """Start a private cluster with that many devices on each node; yield its resources by Ray's names."""
     alone = len(nodes) < 2
-    offered = _offer(kind, devices_per_node)
+    devices: dict[DeviceKind, dict[str, Any]] = {
+        "cpu": {},
+        "cuda": {"num_gpus": devices_per_node},
+        "npu": {"resources": {"NPU": devices_per_node}},
+    }
+    offered = {"num_cpus": devices_per_node, **devices[kind]}
     with ExitStack() as stack:
-        folder = _temporary_folder()
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        usual = tempfile.gettempdir()
+        parent = usual if len(usual) <= _LONGEST_TEMPORARY_FOLDER else "/tmp"  # noqa: S108 - a private folder in it
+        folder = stack.enter_context(TemporaryDirectory(prefix="aqn-", dir=parent, ignore_cleanup_errors=True))
         access = stack.enter_context(_private_access(shared))
         stack.enter_context(_environment({**_QUIET, **(_LOOPBACK if alone else {}), **access}))
         others = stack.enter_context(_RayNodes(shared))
         address = {"_node_ip_address": "127.0.0.1"} if alone else {}
         if alone:
             stack.enter_context(_loopback_alone())
-        resources = stack.enter_context(
-            _connected(**offered, **address, include_dashboard=False, _temp_dir=str(folder))
-        )
+        resources = stack.enter_context(_connected(**offered, **address, include_dashboard=False, _temp_dir=folder))
         if not alone:
             others.start([node for node in nodes if node != this_node()], offered, folder)
             resources = others.wait_until_joined()
@@ -169,7 +173,7 @@ class _RayNodes:
         for step in self._steps.values():
             step.wait()
 
-    def start(self, nodes: list[str], offered: Mapping[str, Any], folder: Path) -> None:
+    def start(self, nodes: list[str], offered: Mapping[str, Any], folder: str) -> None:
         """Start Ray on `nodes` and join them to the cluster of this process; each node offers `offered`.
 
         folder: Ray's temporary folder, which has the same name on every node. Each job step removes it on its node.
@@ -183,16 +187,22 @@ class _RayNodes:
             for name, value in offered.items()
         ]
         ray_command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--block"]
+        # Variables of this job step would restrict another step.
+        kept = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME")
+        of_step = ("SLURM_", "SRUN_", "CUDA_VISIBLE_DEVICES")
+        environment = {
+            name: value for name, value in os.environ.items() if name in kept or not name.startswith(of_step)
+        }
         script = 'trap : TERM; folder=$1; shift; "$@"; rm -rf "$folder"'
         for node in nodes:
             step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
             with (self._logs / f"ray_{node}.log").open("wb") as log:
                 self._steps[node] = subprocess.Popen(  # noqa: S603 - node names come from Slurm
-                    [*step, "sh", "-c", script, "sh", str(folder), *ray_command, *arguments],
+                    [*step, "sh", "-c", script, "sh", folder, *ray_command, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**_without_step(os.environ), **environment_of_node(node)},
+                    env={**environment, **environment_of_node(node)},
                 )
 
     def wait_until_joined(self) -> dict[str, float]:
@@ -209,26 +219,6 @@ class _RayNodes:
             time.sleep(_SECONDS_BETWEEN_CHECKS)
         found: dict[str, float] = ray.cluster_resources()
         return found
-
-
-def _offer(kind: DeviceKind, num_devices: int) -> dict[str, Any]:
-    """Return the resources that a node offers, as arguments of `ray.init`."""
-    devices: dict[DeviceKind, dict[str, Any]] = {
-        "cpu": {},
-        "cuda": {"num_gpus": num_devices},
-        "npu": {"resources": {"NPU": num_devices}},
-    }
-    return {"num_cpus": num_devices, **devices[kind]}
-
-
-def _without_step(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of this job step, which would restrict another step."""
-    kept = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME")
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in kept or not name.startswith(("SLURM_", "SRUN_", "CUDA_VISIBLE_DEVICES"))
-    }
 
 
 @contextmanager
@@ -291,9 +281,3 @@ def _private_access(shared: Path) -> Iterator[dict[str, str]]:
         yield {_TOKEN: str(path)}
     finally:
         path.unlink(missing_ok=True)
-
-
-def _temporary_folder() -> Path:
-    usual = tempfile.gettempdir()
-    parent = usual if len(usual) <= _LONGEST_TEMPORARY_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes it private
-    return Path(tempfile.mkdtemp(prefix="aqn-", dir=parent))

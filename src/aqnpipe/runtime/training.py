@@ -41,11 +41,7 @@ _SECONDS_TO_DETECT_DEATH = 5.0
 
 
 def run_training_job(
-    spec: TrainingSpec,
-    inputs: TrainingInputs,
-    output_dir: Path,
-    scratch: Path,
-    say: Callable[[str], None] = print,
+    spec: TrainingSpec, inputs: TrainingInputs, output_dir: Path, scratch: Path, say: Callable[[str], None] = print
 ) -> None:
     """Run `training.stage.train` with the number of workers in the spec, holding the lock of the scratch folder.
 
@@ -187,7 +183,12 @@ def _ray_worker(config: dict[str, _WorkerSetup]) -> None:
         raise WorkerError(f"{run_label(setup.spec)}: {started} workers started, {requested} were requested")
     # accelerate uses the device of this index. Ray shows a worker all GPUs of its node, but only the worker's own NPU.
     os.environ["LOCAL_RANK"] = str(local_device_index(resolve_device(setup.spec.device).kind))
-    say = _line_writer(setup.messages, rank)
+
+    def say(line: str) -> None:
+        if rank == 0:
+            with setup.messages.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
     say(f"{run_label(setup.spec)}: {started} workers, on {', '.join(sorted(set(gathered(this_node()))))}")
     try:
         # Converted here: Ray wraps an error of a worker, and the launching process would not recognise a full disk.
@@ -198,30 +199,18 @@ def _ray_worker(config: dict[str, _WorkerSetup]) -> None:
         raise
 
 
-def _line_writer(path: Path, rank: int) -> Callable[[str], None]:
-    """Return a function that appends a line to `path` on the first worker, and does nothing on the others."""
-
-    def say(line: str) -> None:
-        if rank == 0:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-
-    return say
-
-
 @contextmanager
 def _relayed_lines(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Pass every line that appears in the file at `path` to `say` while the body runs."""
     body_ended = threading.Event()
 
     def follow() -> None:
+        is_last_read = False
         with path.open(encoding="utf-8") as file:
-            while True:
+            while not is_last_read:
                 is_last_read = body_ended.wait(_SECONDS_BETWEEN_READS)
                 for line in file.read().splitlines():
                     say(line)
-                if is_last_read:
-                    return
 
     follower = threading.Thread(target=follow, name="worker messages", daemon=True)
     follower.start()

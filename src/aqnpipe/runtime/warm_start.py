@@ -3,7 +3,8 @@
 Importing torch, transformers and TRL takes several seconds of processor time, much of the time of a small study.
 Snakemake starts each job as `python script.py`. `warm_interpreter` starts a server, which imports once, and returns the
 command of a stand-in for `python`. The stand-in passes script, environment, folder and streams to the server, which
-forks; it forwards signals to the forked process and ends as that does. Snakemake decides what runs, as without it.
+forks a supervisor of the job, and this one the job. The stand-in forwards signals to the job and ends as that does.
+Snakemake decides what runs, as without it.
 
 The stand-in runs the true interpreter instead if the server does not answer, or if the job has other threads:
 the libraries read their number of threads when they are imported.
@@ -31,6 +32,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 IMPORTED = (
     "aqnpipe.runtime.jobs",
@@ -51,7 +53,6 @@ IMPORTED = (
 """Modules that jobs of the built-in models import, and functions to call, in the order in which jobs need them."""
 
 _LARGEST_REQUEST = 1 << 17
-_SECONDS_BETWEEN_LOOKS = 0.02
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG)
 _STAND_IN = """import json, os, signal, socket, sys
 
@@ -133,62 +134,49 @@ def run_script(arguments: list[str]) -> None:
 
 
 def serve(listening: socket.socket, run: Callable[[list[str]], None] = run_script) -> None:
-    """Fork for every request until standard input ends, then until all forked processes are done."""
-    children: dict[int, socket.socket] = {}
-    is_open = True
-    with selectors.DefaultSelector() as selector:
-        selector.register(listening, selectors.EVENT_READ)
-        selector.register(0, selectors.EVENT_READ)
-        while is_open or children:
-            for key, _ in selector.select(_SECONDS_BETWEEN_LOOKS):
-                if key.fd == 0:
-                    selector.unregister(0)
-                    is_open = False
-                elif key.fileobj is listening:
-                    _accept(listening, selector, children, run)
-                elif not key.fileobj.recv(1):  # type: ignore[union-attr]
-                    # The stand-in was killed, and with it the job.
-                    selector.unregister(key.fileobj)
-                    for pid in [pid for pid, requested in children.items() if requested is key.fileobj]:
-                        os.kill(pid, signal.SIGKILL)
-            _reap(selector, children)
+    """Fork for every request until standard input ends, then wait until all forked processes are done."""
+    # Nobody asks how they ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with listening, selectors.DefaultSelector() as selector:
+        for source in (listening, 0):
+            selector.register(source, selectors.EVENT_READ)
+        while all(key.fd != 0 for key, _ in selector.select()):
+            requested, _ = listening.accept()
+            with requested:
+                if os.fork() == 0:
+                    listening.close()
+                    _supervise(requested, run)
+    with contextlib.suppress(ChildProcessError):
+        os.wait()
 
 
-def _accept(
-    listening: socket.socket,
-    selector: selectors.BaseSelector,
-    children: dict[int, socket.socket],
-    run: Callable[[list[str]], None],
-) -> None:
-    requested, _ = listening.accept()
+def _supervise(requested: socket.socket, run: Callable[[list[str]], None]) -> None:
+    """Run what was requested in a process below this one, until it ends or the stand-in does; does not return."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, descriptors, _, _ = socket.recv_fds(requested, _LARGEST_REQUEST, 3)
-    if not message:
-        requested.close()
-        return
-    pid = os.fork()
+    pid = os.fork() if message else None
     if pid == 0:
-        for connection in (listening, requested, *children.values()):
-            connection.close()
-        _become(json.loads(message), descriptors, run)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    children[pid] = requested
-    selector.register(requested, selectors.EVENT_READ)
-    with contextlib.suppress(BrokenPipeError):
-        requested.send(str(pid).encode())
-
-
-def _reap(selector: selectors.BaseSelector, children: dict[int, socket.socket]) -> None:
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        requested = children.pop(pid)
-        if requested in {key.fileobj for key in selector.get_map().values()}:
-            selector.unregister(requested)
-            with contextlib.suppress(BrokenPipeError):
-                requested.send(str(os.waitstatus_to_exitcode(status)).encode())
         requested.close()
+        _become(json.loads(message), descriptors, run)
+    if pid:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        threading.Thread(target=_kill_with, args=(requested, pid), daemon=True).start()
+        with contextlib.suppress(BrokenPipeError):
+            requested.send(str(pid).encode())
+        # Its number is free for others only when this process has ended.
+        job: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        code = job.si_status if job.si_code == os.CLD_EXITED else -job.si_status
+        with contextlib.suppress(BrokenPipeError):
+            requested.send(str(code).encode())
+    os._exit(0)
+
+
+def _kill_with(requested: socket.socket, pid: int) -> None:
+    """Kill a job whose stand-in has ended, because it was killed."""
+    with contextlib.suppress(OSError):
+        requested.recv(1)
+        os.kill(pid, signal.SIGKILL)
 
 
 def _become(request: dict, descriptors: list[int], run: Callable[[list[str]], None]) -> None:
@@ -204,7 +192,9 @@ def _become(request: dict, descriptors: list[int], run: Callable[[list[str]], No
     try:
         run(request["arguments"])
     except SystemExit as end:
-        code = _exit_code(end)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
     except BaseException:  # noqa: BLE001 - as the interpreter ends
         traceback.print_exc()
         code = 1
@@ -217,13 +207,6 @@ def _become(request: dict, descriptors: list[int], run: Callable[[list[str]], No
             except OSError:
                 code = code or 120
         os._exit(code)
-
-
-def _exit_code(end: SystemExit) -> int:
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    sys.stderr.write(f"{end.code}\n")
-    return 1
 
 
 def listen(path: str) -> socket.socket:
@@ -253,10 +236,11 @@ def main() -> None:
     # An interrupt from a terminal ends the jobs, and then Snakemake ends the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listening = socket.socket(fileno=int(sys.argv[1]))
+    folder = Path(listening.getsockname()).parent
     import_all(tuple(sys.argv[2:]))
     serve(listening)
-    # A Snakemake that was killed left its folder.
-    shutil.rmtree(Path(listening.getsockname()).parent, ignore_errors=True)
+    # A Snakemake that was killed left it.
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
