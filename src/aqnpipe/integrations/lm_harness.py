@@ -106,7 +106,10 @@ class NoisyLM(NoisyHFLM):
         refuse_batches_of_no_number("aqnpipe", batch_size)
         if kwargs.get("backend", "default") not in ("default", "causal"):
             raise ConfigError(f"--model_args backend={kwargs['backend']}: expected causal, a decoder")
-        super().__init__(pretrained=_folder_or_id(pretrained), batch_size=batch_size, use_safetensors=True, **kwargs)
+        if not isinstance(pretrained, str):
+            raise ConfigError("pretrained: found a model in memory, expected a folder, a hub id or a built-in model")
+        folder = str(builtin_folder(pretrained)) if source_kind(pretrained) == "builtin" else pretrained
+        super().__init__(pretrained=folder, batch_size=batch_size, use_safetensors=True, **kwargs)
         refuse_quantised(pretrained, getattr(self.model.config, "quantization_config", None))
         if self.world_size != 1:
             raise ConfigError(f"found {self.world_size} processes, expected one: noise is applied in one process")
@@ -163,13 +166,6 @@ def refuse_stored_answers(model: str) -> NoReturn:
 def receipt_entries(receipt: Receipt) -> dict[str, Any]:
     """Return the entries of the results about the noise."""
     return {"aqnpipe_version": version("aqnpipe"), "aqnpipe_receipt": receipt.model_dump(mode="json")}
-
-
-def _folder_or_id(pretrained: str) -> str:
-    """Return the folder of a built-in model, or the name as it is."""
-    if not isinstance(pretrained, str):
-        raise ConfigError("pretrained: found a model in memory, expected a folder, a hub id or a built-in model")
-    return str(builtin_folder(pretrained)) if source_kind(pretrained) == "builtin" else pretrained
 
 
 def noise_of(scale: float, seed: int, operators: str, lm_head: bool, attention: str) -> PassNoise:

@@ -125,7 +125,14 @@ class NoisyVllm(VLLM):
         given = validated(VllmArguments, content, "--model_args")
         self.batch_size = int(batch_size)
         self._load(given, resolve_device(_requested_device(device)).kind)
-        self._take_harness_settings(given)
+        # What the harness's methods read.
+        self._max_gen_toks, self._seed = given.max_gen_toks, given.seed
+        self.add_bos_token, self.custom_prefix_token_id = given.add_bos_token, given.prefix_token_id
+        self.truncation_side, self.think_end_token = given.truncation_side, given.think_end_token
+        self.enable_thinking = given.enable_thinking
+        self.chat_template_args: dict[str, Any] = {}
+        self.hf_chat_template = self.lora_request = None
+        self.data_parallel_size = 1
         self.begin_pass(requested)
 
     def _load(self, given: VllmArguments, device: DeviceKind) -> None:
@@ -155,16 +162,6 @@ class NoisyVllm(VLLM):
         self._vocabulary = self._engine.vocabulary_size
         weakref.finalize(self, self._engine.close)
 
-    def _take_harness_settings(self, given: VllmArguments) -> None:
-        """Set what the harness's methods read."""
-        self._max_gen_toks, self._seed = given.max_gen_toks, given.seed
-        self.add_bos_token, self.custom_prefix_token_id = given.add_bos_token, given.prefix_token_id
-        self.truncation_side, self.think_end_token = given.truncation_side, given.think_end_token
-        self.enable_thinking = given.enable_thinking
-        self.chat_template_args: dict[str, Any] = {}
-        self.hf_chat_template = self.lora_request = None
-        self.data_parallel_size = 1
-
     def begin_pass(self, noise: PassNoise) -> None:
         """Start a pass under `noise`: its batches are numbered from 0, and its receipt begins empty."""
         self._engine.begin_pass(noise)
@@ -193,10 +190,7 @@ class NoisyVllm(VLLM):
         return receipt
 
     def _model_generate(
-        self,
-        requests: Sequence[Sequence[int]],
-        generate: bool = False,
-        sampling_params: Any = None,
+        self, requests: Sequence[Sequence[int]], generate: bool = False, sampling_params: Any = None
     ) -> list[Any]:
         number, self._num_batches = self._num_batches, self._num_batches + 1
         if generate:
@@ -242,11 +236,7 @@ class NoisyVllm(VLLM):
     def get_model_info(self) -> dict[str, Any]:
         """Return the entries of the results about the model, with the receipt; ReceiptError if it is refused."""
         receipt = self.end_pass().check()
-        return {
-            "model_dtype": self._dtype,
-            "aqnpipe_engine": self._engine.description,
-            **receipt_entries(receipt),
-        }
+        return {"model_dtype": self._dtype, "aqnpipe_engine": self._engine.description, **receipt_entries(receipt)}
 
 
 def _requested_device(device: str | None) -> RequestedDevice:
