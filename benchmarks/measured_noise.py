@@ -18,7 +18,7 @@ import aqnpipe
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.artifacts.measured_errors import with_figures
 from aqnpipe.artifacts.parities import ParityFile, is_norm, is_product
-from aqnpipe.cli.parity.running import make_capture
+from aqnpipe.cli.two_machines import make_capture
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.models.loading import load_model, source_folder

@@ -28,7 +28,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from aqnpipe.artifacts.files import write_text
 from aqnpipe.artifacts.parities import CaptureConfig, ParityFile
-from aqnpipe.cli.parity.running import make_capture
+from aqnpipe.cli.two_machines import make_capture
 from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.data.loader import load_problems

@@ -3,9 +3,8 @@ import json
 import numpy as np
 import polars as pl
 import pytest
-from typer.testing import CliRunner
+from typed import typed
 
-from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError
 
 STEPS = 20
@@ -28,7 +27,7 @@ def write(tmp_path):
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["compare-runs", *map(str, arguments)])
+    return typed("compare-runs", *arguments)
 
 
 def test_a_difference_names_metric_step_and_size_and_ends_with_exit_code_3(write, tmp_path):

@@ -6,18 +6,13 @@ import torch
 import yaml
 from random_models import random_model_of
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
+from typed import typed
 
 from aqnpipe.artifacts.diagnoses import DiagnosisFile, LayerTable, SigmaFile
 from aqnpipe.artifacts.files import read_json, read_yaml
-from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError, DataError, ModelError, StorageError
 
 FAULT = "type=saturation,layer=2,magnitude=0.3,sparsity=0.001,site=o_proj"
-
-
-def aqnpipe(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +26,13 @@ def bare_model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def diagnosis(tmp_path_factory):
     path = tmp_path_factory.mktemp("diagnosis") / "tiny.json"
-    result = aqnpipe("diagnose", "tiny", "--fault", FAULT, "--prompts", 2, "--json", path)
+    result = typed("diagnose", "tiny", "--fault", FAULT, "--prompts", 2, "--json", path)
     assert result.exit_code == 3
     return path
 
 
 def test_healthy_is_exit_0_with_a_table_on_standard_output():
-    result = aqnpipe("diagnose", "tiny", "--method", "exact")
+    result = typed("diagnose", "tiny", "--method", "exact")
     assert result.exit_code == 0
     assert result.stdout.startswith("HEALTHY tiny on cpu")
     cost = re.search(r"cost: ([\d.]+) whole-model forwards", result.stdout)
@@ -58,9 +53,9 @@ def test_fault_is_exit_3_and_the_json_says_where(diagnosis):
 
 def test_a_reproducer_goes_to_a_folder_that_exists(bare_model, tmp_path):
     with pytest.raises(StorageError, match="--reproducer"):
-        raise aqnpipe("diagnose", bare_model, "--reproducer", tmp_path / "none").exception
+        raise typed("diagnose", bare_model, "--reproducer", tmp_path / "none").exception
     fault = "type=bias,layer=1,magnitude=0.5,site=o_proj"
-    result = aqnpipe("diagnose", bare_model, "--method", "exact", "--fault", fault, "--reproducer", tmp_path)
+    result = typed("diagnose", bare_model, "--method", "exact", "--fault", fault, "--reproducer", tmp_path)
     assert result.exit_code == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["operands.safetensors", "reproduce.py"]
     assert "The fault is simulated; nothing follows for this device." in result.stdout
@@ -70,7 +65,7 @@ def test_a_reproducer_goes_to_a_folder_that_exists(bare_model, tmp_path):
 def test_several_faults(tmp_path):
     path = tmp_path / "two.json"
     second = "type=noise,layer=5,magnitude=0.1"
-    result = aqnpipe("diagnose", "tiny", "--fault", FAULT, "--fault", second, "--method", "exact", "--json", path)
+    result = typed("diagnose", "tiny", "--fault", FAULT, "--fault", second, "--method", "exact", "--json", path)
     assert result.exit_code == 3
     assert [(fault.layer, fault.site) for fault in read_json(path, DiagnosisFile).faults] == [
         (2, "o_proj"),
@@ -85,18 +80,18 @@ def test_abstain_is_exit_4(bare_model, tmp_path):
             if isinstance(linear, torch.nn.Linear):
                 linear.weight.fill_(6e4)
     model.save_pretrained(tmp_path)
-    result = aqnpipe("diagnose", tmp_path, "--dtype", "float16")
+    result = typed("diagnose", tmp_path, "--dtype", "float16")
     assert result.exit_code == 4
     assert "in float16 this may be the overflow of a healthy layer" in " ".join(result.stdout.split())
 
 
 def test_a_folder_without_a_tokenizer_will_do_in_any_dtype(bare_model):
-    assert aqnpipe("diagnose", bare_model, "--method", "exact", "--dtype", "bfloat16").exit_code == 0
+    assert typed("diagnose", bare_model, "--method", "exact", "--dtype", "bfloat16").exit_code == 0
 
 
 def test_random_weights_need_a_shape_alone(bare_model, tmp_path):
     (tmp_path / "config.json").write_text((bare_model / "config.json").read_text())
-    result = aqnpipe(
+    result = typed(
         "diagnose", tmp_path, "--random-weights", "--method", "exact", "--fault", "type=bias,layer=1,magnitude=0.1"
     )
     assert result.exit_code == 3
@@ -114,26 +109,26 @@ def test_random_weights_need_a_shape_alone(bare_model, tmp_path):
     ],
 )
 def test_user_errors_are_one_line(arguments, error, message):
-    result = aqnpipe("diagnose", *arguments, "--method", "exact")
+    result = typed("diagnose", *arguments, "--method", "exact")
     assert isinstance(result.exception, error)
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
 
 
 def test_sigmas_to_standard_output_and_to_a_file(diagnosis, tmp_path):
-    printed = aqnpipe("sigmas", diagnosis, "--base-sigma", "0.02")
+    printed = typed("sigmas", diagnosis, "--base-sigma", "0.02")
     assert printed.exit_code == 0
     sigmas = yaml.safe_load(printed.stdout)
     assert list(sigmas["aqn"]["layer_sigmas"]) == [str(layer) for layer in range(6)]
     assert sigmas["aqn"]["base_sigma"] == 0.02
     path = tmp_path / "sigmas.yaml"
-    assert aqnpipe("sigmas", diagnosis, "-o", path).exit_code == 0
+    assert typed("sigmas", diagnosis, "-o", path).exit_code == 0
     assert read_yaml(path, SigmaFile).srdd_metadata["strategy"] == "published"
 
 
 def test_sigmas_need_the_scans(tmp_path):
     path = tmp_path / "exact.json"
-    aqnpipe("diagnose", "tiny", "--method", "exact", "--json", path)
-    result = aqnpipe("sigmas", path)
+    typed("diagnose", "tiny", "--method", "exact", "--json", path)
+    result = typed("sigmas", path)
     assert isinstance(result.exception, DataError)
     assert "expected a diagnosis with --method all" in str(result.exception)

@@ -13,21 +13,16 @@ import pytest
 from made_up_diagnoses import diagnosis, located
 from random_models import random_model_of
 from transformers import MambaConfig, T5Config
-from typer.testing import CliRunner
+from typed import typed
 
 from aqnpipe.artifacts.diagnoses import NodeReport
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.cli.diagnose import command
-from aqnpipe.cli.main import app
 from aqnpipe.diagnosis.node_comparison import node_of
 from aqnpipe.errors import AqnpipeError
 
 BETWEEN = "type=bias,site=all_reduce,magnitude=0.1"
 FAULT = "type=bias,layer=1,magnitude=0.1,sparsity=0.05,site=o_proj"
-
-
-def aqnpipe(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def words(text):
@@ -47,7 +42,7 @@ def test_a_fault_on_a_node_in_the_table_the_json_and_the_history(model, tmp_path
     history.mkdir()
     logs.mkdir()
     began = datetime.now(UTC)
-    result = aqnpipe(
+    result = typed(
         *("diagnose", model, "--devices", "cpu,cpu", "--method", "exact", "--fault", FAULT, "--seed", 3),
         *("--json", path, "--history", history, "--logs", logs),
     )
@@ -77,7 +72,7 @@ def test_a_fault_on_a_node_in_the_table_the_json_and_the_history(model, tmp_path
 def test_a_fault_between_ranks_is_exit_3_although_every_device_is_healthy(model, tmp_path):
     path = tmp_path / "node.json"
     fault = "type=bias,site=all_gather,magnitude=0.1,sparsity=0.001,rank=1"
-    result = aqnpipe("diagnose", model, "--devices", "cpu,cpu", "--method", "exact", "--fault", fault, "--json", path)
+    result = typed("diagnose", model, "--devices", "cpu,cpu", "--method", "exact", "--fault", fault, "--json", path)
     assert result.exit_code == 3, result.output
     report = read_json(path, NodeReport)
     assert (report.verdict, [device.verdict for device in report.devices]) == ("fault", ["healthy", "healthy"])
@@ -90,7 +85,7 @@ def test_a_fault_between_ranks_is_exit_3_although_every_device_is_healthy(model,
 @pytest.mark.slow
 def test_repeated_runs_report_rates(model, tmp_path):
     path = tmp_path / "runs.json"
-    result = aqnpipe("diagnose", model, "--duration", "15s", "--method", "exact", "--json", path)
+    result = typed("diagnose", model, "--duration", "15s", "--method", "exact", "--json", path)
     assert result.exit_code == 0, result.output
     (device,) = read_json(path, NodeReport).devices
     runs = device.repetition.runs
@@ -140,15 +135,15 @@ def two_files(tmp_path):
 
 def test_compare_takes_both_kinds_of_file_and_a_new_fault_is_exit_3(two_files):
     before, after = two_files
-    result = aqnpipe("diagnose", "--compare", before, after)
+    result = typed("diagnose", "--compare", before, after)
     assert result.exit_code == 3
     assert result.stdout.splitlines() == [
         "H100: healthy -> fault",
         "H100: new fault: layer 4, o_proj: noise, 1 channels",
         "1 new fault",
     ]
-    assert aqnpipe("diagnose", "--compare", after, before).exit_code == 0
-    assert words(aqnpipe("diagnose", "--compare", before, before).stdout) == "no new fault"
+    assert typed("diagnose", "--compare", after, before).exit_code == 0
+    assert words(typed("diagnose", "--compare", before, before).stdout) == "no new fault"
 
 
 def test_compare_refuses_what_it_cannot_read_and_what_it_would_ignore(two_files, tmp_path):
@@ -162,12 +157,12 @@ def test_compare_refuses_what_it_cannot_read_and_what_it_would_ignore(two_files,
         ((before, after, "--seed", 1), "--compare: found seed beside it"),
         ((before, after, "tiny"), "--compare: found model beside it"),
     ):
-        result = aqnpipe("diagnose", "--compare", *arguments)
+        result = typed("diagnose", "--compare", *arguments)
         assert isinstance(result.exception, AqnpipeError), result.output
         assert message in str(result.exception)
     damaged = json.loads(after.read_text())
     after.write_text(json.dumps({**damaged, "verdict": "healthy"}))
-    assert isinstance(aqnpipe("diagnose", "--compare", before, after).exception, AqnpipeError)
+    assert isinstance(typed("diagnose", "--compare", before, after).exception, AqnpipeError)
 
 
 @pytest.fixture
@@ -206,16 +201,13 @@ def no_work(monkeypatch):
         (["tiny", "--logs", "{}/none", "--devices", "cpu"], "--logs: {}/none: found no such folder"),
         (["huge", "--devices", "cpu"], "model source 'huge' is unknown"),
         (["tiny", "--fault", BETWEEN], f"fault '{BETWEEN}': found cpu, expected --devices with at least 2 of one type"),
-        (
-            ["tiny", "--fault", f"{BETWEEN},rank=2", "--devices", "cpu,cpu"],
-            "found cpu, cpu, expected --devices with",
-        ),
+        (["tiny", "--fault", f"{BETWEEN},rank=2", "--devices", "cpu,cpu"], "found cpu, cpu, expected --devices with"),
         (["tiny", "--fault", f"{BETWEEN},layer=2", "--devices", "cpu,cpu"], "unknown key 'layer', expected type, site"),
     ],
 )
 def test_refusals_are_one_line_before_the_work(arguments, message, tmp_path):
     (tmp_path / "file").touch()
-    result = aqnpipe("diagnose", *(argument.replace("{}", str(tmp_path)) for argument in arguments))
+    result = typed("diagnose", *(argument.replace("{}", str(tmp_path)) for argument in arguments))
     assert isinstance(result.exception, AqnpipeError), result.output
     assert message.replace("{}", str(tmp_path)) in str(result.exception)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
@@ -233,7 +225,7 @@ def test_refusals_are_one_line_before_the_work(arguments, message, tmp_path):
 @pytest.mark.parametrize("device", ["--device", "--devices"])
 def test_models_of_other_families_are_refused_before_weights_are_read(settings, message, device, tmp_path):
     settings.save_pretrained(tmp_path)
-    result = aqnpipe("diagnose", tmp_path, "--random-weights", device, "cpu")
+    result = typed("diagnose", tmp_path, "--random-weights", device, "cpu")
     assert isinstance(result.exception, AqnpipeError), result.output
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)

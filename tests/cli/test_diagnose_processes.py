@@ -13,7 +13,7 @@ from made_up_diagnoses import HARDWARE, diagnosis, located
 from aqnpipe.artifacts.diagnoses import Collectives, worst
 from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.diagnose import node
-from aqnpipe.cli.diagnose.command import make_orders
+from aqnpipe.cli.diagnose.worker import Order
 from aqnpipe.cli.options import ModelSource
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.device_runs import INTERRUPTED, RunsOfDevice, record_of
@@ -43,12 +43,14 @@ def run(act, logs=None, duration=None, show_progress=lambda line: None):
 
 
 def run_node(act, logs=None, duration=None, show_progress=lambda line: None, devices=("cpu", "cpu")):
-    source = ModelSource(name=act, folder=Path(), random_weights=False, dtype="float32", attention="eager")
-
-    def orders(folder):
-        return make_orders(folder, source, devices, duration, "exact", DiagnosisConfig(), ())
-
-    return node.diagnose_devices(orders, logs, show_progress)
+    order = Order(
+        device="cpu",
+        model=ModelSource(name=act, folder=Path(), random_weights=False, dtype="float32", attention="eager"),
+        method="exact",
+        config=DiagnosisConfig(),
+        duration_seconds=duration,
+    )
+    return node.diagnose_devices(order, devices, logs, show_progress)
 
 
 def interrupt_when(condition):

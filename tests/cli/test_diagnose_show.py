@@ -6,7 +6,7 @@ from rich.console import Console
 
 from aqnpipe.artifacts.diagnoses import Collectives, FaultBits, KernelFault, TilePlace, Untested
 from aqnpipe.artifacts.hardware import Hardware
-from aqnpipe.cli.diagnose.show import (
+from aqnpipe.cli.diagnose.command import (
     collective_lines,
     evidence_in_bits,
     next_steps,
@@ -28,12 +28,7 @@ def printed(fault):
 
 def test_a_fault_in_bits():
     fault = located(1).model_copy(
-        update={
-            "bits": BITS,
-            "rate_per_call": 0.25,
-            "calls": 12,
-            "tile": TilePlace(width=64, offsets=(3, 8, 9, 10)),
-        }
+        update={"bits": BITS, "rate_per_call": 0.25, "calls": 12, "tile": TilePlace(width=64, offsets=(3, 8, 9, 10))}
     )
     assert evidence_in_bits(fault) == [
         "expected 0x3f80, observed 0x3f00, XOR 0x0080",

@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 import yte
-from typer.testing import CliRunner
+from typed import typed
 
-from aqnpipe.cli.doctor import checks, command, slurm
-from aqnpipe.cli.doctor.checks import version_checks
-from aqnpipe.cli.doctor.profiles import profile_checks, read_profile
+from aqnpipe.cli.doctor import command, slurm
+from aqnpipe.cli.doctor.command import profile_checks, read_profile, version_checks
 from aqnpipe.cli.doctor.slurm import SlurmPartition, parse_partitions
-from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError
 from aqnpipe.runtime import device_allocation
 
@@ -65,7 +63,7 @@ def test_greetings_and_types_with_hyphens_are_read():
 
 def test_durations_and_several_partitions_are_accepted(monkeypatch):
     on_a_cluster(monkeypatch)
-    monkeypatch.setattr(checks, "can_compute_on", lambda kind: True)
+    monkeypatch.setattr(command, "can_compute_on", lambda kind: True)
     for site in ({"train_minutes": "48h"}, {"device_partition": "gpu,npu"}):
         assert not problems(profile_checks(profile("a100", **site), CLUSTER))
 
@@ -77,7 +75,7 @@ def test_a_profile_may_be_named_by_its_file():
 @pytest.mark.parametrize("name", ["a100", "ascend"])
 def test_a_cluster_that_has_what_a_profile_asks_for(name, monkeypatch):
     on_a_cluster(monkeypatch)
-    monkeypatch.setattr(checks, "can_compute_on", lambda kind: True)
+    monkeypatch.setattr(command, "can_compute_on", lambda kind: True)
     found = profile_checks(read_profile(name), CLUSTER)
     assert not problems(found)
     assert {"train", "evaluate", "srdd_diagnose", "loss_study", "other jobs", "study"} <= {
@@ -116,7 +114,7 @@ def test_every_worker_of_a_run_needs_a_device(devices, status):
 def test_jobs_on_gpus_need_a_torch_built_for_them(monkeypatch):
     """The login node has no GPU, so the devices cannot be looked at; the jobs would fail on the first node with one."""
     on_a_cluster(monkeypatch)
-    monkeypatch.setattr(checks, "can_compute_on", lambda kind: kind == "cpu")
+    monkeypatch.setattr(command, "can_compute_on", lambda kind: kind == "cpu")
     found = problems(profile_checks(read_profile("a100"), CLUSTER))
     assert found == {"torch": "built for a CPU only, the study needs cuda make setup DEVICE=cuda"}
     found = problems(profile_checks(read_profile("ascend"), CLUSTER))
@@ -128,9 +126,9 @@ def test_jobs_on_gpus_need_a_torch_built_for_them(monkeypatch):
 
 @pytest.mark.parametrize(("kind", "name"), [("cpu", ""), ("cuda", "-cuda"), ("npu", "-ascend")])
 def test_versions_are_those_for_the_devices_that_torch_was_built_for(kind, name, monkeypatch):
-    monkeypatch.setattr(checks, "can_compute_on", lambda other: other in (kind, "cpu"))
-    monkeypatch.setattr(checks, "_version", lambda name: "0.1")
-    monkeypatch.setattr(checks, "_demands", lambda names: {})
+    monkeypatch.setattr(command, "can_compute_on", lambda other: other in (kind, "cpu"))
+    monkeypatch.setattr(command, "_version", lambda name: "0.1")
+    monkeypatch.setattr(command, "_demands", lambda names: {})
     found = {check.name: check.advice for check in version_checks()}
     assert found["trl"] == f"constraints{name}.txt has 1.16.0"
 
@@ -194,8 +192,8 @@ def test_an_unknown_profile_is_named_beside_those_there_are():
 def test_versions_are_held_against_requirements_and_tested_ones(monkeypatch, tmp_path):
     installed = {"torch": "2.13.0+cu128", "trl": "1.16.0", "ray": "2.1"}
     required = {"aqnpipe": ["torch", "trl>=1", "ray"], "trl": ["torch<2.9", "ray>=3; extra == 'many'"]}
-    monkeypatch.setattr(checks, "_version", installed.get)
-    monkeypatch.setattr(checks.metadata, "requires", lambda name: required.get(name))
+    monkeypatch.setattr(command, "_version", installed.get)
+    monkeypatch.setattr(command.metadata, "requires", lambda name: required.get(name))
     (tmp_path / "constraints.txt").write_text("# pins\nray==2.2\ntorch==2.13.0\n")
     found = {check.name: (check.status, check.advice) for check in version_checks(tmp_path / "constraints.txt")}
     assert found["torch"] == ("problem", "trl needs torch<2.9")
@@ -206,28 +204,25 @@ def test_versions_are_held_against_requirements_and_tested_ones(monkeypatch, tmp
 
 def test_a_folder_without_pinned_versions_is_named(tmp_path):
     found = {check.name: check for check in version_checks(tmp_path / "constraints.txt")}
-    assert (found["versions"].status, found["versions"].found) == (
-        "untested",
-        f"no {tmp_path}/constraints.txt here",
-    )
+    assert (found["versions"].status, found["versions"].found) == ("untested", f"no {tmp_path}/constraints.txt here")
     assert "versions" not in {check.name for check in version_checks(ROOT / "constraints.txt")}
 
 
 def test_a_library_that_everybody_needs_is_a_problem_where_it_is_not(monkeypatch):
-    monkeypatch.setattr(checks, "_version", lambda name: None if name == "polars" else "1")
-    monkeypatch.setattr(checks, "_demands", lambda names: {})
+    monkeypatch.setattr(command, "_version", lambda name: None if name == "polars" else "1")
+    monkeypatch.setattr(command, "_demands", lambda names: {})
     assert problems(version_checks()) == {
         "polars": "not installed make setup (DEVICE=cuda on GPUs, DEVICE=npu on NPUs)"
     }
 
 
 def test_without_a_clone_no_advice_names_make_or_pages(monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "_version", lambda name: None)
-    monkeypatch.setattr(checks, "_demands", lambda names: {})
-    monkeypatch.setattr(checks, "can_compute_on", lambda kind: kind == "cpu")
+    monkeypatch.setattr(command, "_version", lambda name: None)
+    monkeypatch.setattr(command, "_demands", lambda names: {})
+    monkeypatch.setattr(command, "can_compute_on", lambda kind: kind == "cpu")
 
     def advice():
-        found = [*version_checks(), *(checks.build_check(kind) for kind in ("cuda", "npu"))]
+        found = [*version_checks(), *(command.build_check(kind) for kind in ("cuda", "npu"))]
         return {f"{check.name} {check.found}": check.advice for check in found if check.advice}
 
     here = advice()
@@ -245,13 +240,13 @@ def test_on_the_command_line(monkeypatch):
     monkeypatch.setattr(command, "read_partitions", lambda: None)
     on_a_cluster(monkeypatch)
     monkeypatch.setattr(command, "machine_checks", lambda results, partitions: [])
-    done = CliRunner().invoke(app, ["doctor", "--profile", "a100", "--json"])
+    done = typed("doctor", "--profile", "a100", "--json")
     assert done.exit_code == 2
     assert json.loads(done.stdout)["can_run"] is False
-    done = CliRunner().invoke(app, ["doctor", "--profile", "a100"])
+    done = typed("doctor", "--profile", "a100")
     assert "!! Slurm" in done.stdout
     assert done.stdout.endswith("Profile a100 cannot run here.\n")
-    done = CliRunner().invoke(app, ["doctor", "--profile", "default"])
+    done = typed("doctor", "--profile", "default")
     assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "Profile default can run here.")
 
 
@@ -276,15 +271,15 @@ def test_triton_needs_a_compiler_and_headers_where_there_are_gpus(
         monkeypatch.setenv("CC", variable)
     if headers:
         (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}" if name in compilers else None)
-    monkeypatch.setattr(checks.sysconfig, "get_path", lambda name: str(tmp_path))
-    found = checks.compiler_check(needed)
+    monkeypatch.setattr(command.shutil, "which", lambda name: f"/usr/bin/{name}" if name in compilers else None)
+    monkeypatch.setattr(command.sysconfig, "get_path", lambda name: str(tmp_path))
+    found = command.compiler_check(needed)
     assert found.status == status
     assert ("-dev (Triton" in found.advice) == (status != "ok")
 
 
 def test_this_machine_is_looked_at():
-    found = {check.name: check for check in checks.machine_checks(Path("results"), None)}
+    found = {check.name: check for check in command.machine_checks(Path("results"), None)}
     assert {"GPUs", "NPUs", "python", "torch", "vllm", "ray", "Slurm", "disk", "machine", "compiler"} <= set(found)
     assert found["torch"].status in ("ok", "untested")
     assert found["Slurm"].status == "missing"

@@ -10,11 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from typer.testing import CliRunner
+from typed import typed
 
 from aqnpipe.cli.doctor import command, first_hour
 from aqnpipe.cli.doctor.first_hour import Attempt, Outcome, try_out
-from aqnpipe.cli.main import app
 from aqnpipe.config.study import load_study_file
 from aqnpipe.device import Device
 from aqnpipe.errors import ConfigError
@@ -34,10 +33,7 @@ def attempt(tmp_path, monkeypatch):
 def test_without_a_clone_kernels_and_costs_are_not_tried(attempt):
     for step in (first_hour._kernels, first_hour._costs):
         found = step(attempt)
-        assert (found.status, found.found) == (
-            "not tried",
-            ["needs a clone of the repository, and pytest there"],
-        )
+        assert (found.status, found.found) == ("not tried", ["needs a clone of the repository, and pytest there"])
 
 
 def kernels(monkeypatch, attempt, body):
@@ -165,7 +161,7 @@ def test_the_page_names_the_commit(tmp_path):
 
 
 def test_a_page_is_no_json():
-    done = CliRunner().invoke(app, ["doctor", "--try", "--json"])
+    done = typed("doctor", "--try", "--json")
     assert isinstance(done.exception, ConfigError)
 
 
@@ -177,7 +173,7 @@ def test_on_a_cpu_with_two_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(first_hour, "_KERNEL_TESTS", ("tests/gpu", "tests/noise/kernels/test_shards.py"))
     smallest = ("benchmarks/noise_overhead.py", "--smallest")
     monkeypatch.setattr(first_hour, "_COSTS", {"cpu": smallest, "cuda": smallest})
-    done = CliRunner().invoke(app, ["doctor", "--try", "--minutes", "60"])
+    done = typed("doctor", "--try", "--minutes", "60")
     page = (tmp_path / "tried" / first_hour.PAGE).read_text()
     assert "| noise kernels against their references | passed |" in page, done.output
     assert re.search(r"\| a study, \d+ (sharded workers|worker), killed and resumed \| passed \|", page), page

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from typed import typed
 
-from aqnpipe.cli.main import app
 from aqnpipe.cli.memory_estimate import declared_megabytes, evaluation_memory, memory_per_device, training_memory
 from aqnpipe.config.plan import StudyPlan
 from aqnpipe.config.study import load_study
@@ -126,7 +125,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_help():
     [((), True), (("--memory", "40"), False), (("--memory", "192"), True), (("--prompt-tokens", "60000"), False)],
 )
 def test_the_command_refuses_a_study_that_cannot_fit(options, fits):
-    done = CliRunner().invoke(app, ["check", "config/qwen2.5-1.5b.yaml", *options])
+    done = typed("check", "config/qwen2.5-1.5b.yaml", *options)
     assert (done.exit_code == 0) is fits
     assert isinstance(done.exception, ConfigError) is not fits
 
@@ -135,7 +134,7 @@ def test_examples_in_the_prompt_count(tmp_path):
     study = yaml.safe_load(Path("config/qwen2.5-1.5b.yaml").read_text())
     study.update(arms_file=str(ROOT / "config" / "arms.yaml"), prompt=study["prompt"] | {"num_examples": 8})
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
-    shown = CliRunner().invoke(app, ["check", str(tmp_path / "study.yaml")]).stdout
+    shown = typed("check", str(tmp_path / "study.yaml")).stdout
     # 8 examples of 180 tokens beside a prompt of 150.
     assert "GB of 64; assumed: prompts of 1590 tokens (--prompt-tokens)" in shown
 
@@ -149,7 +148,7 @@ def test_a_model_of_unknown_shape_is_named():
 
 
 def test_a_study_on_a_cpu_has_no_line_on_memory():
-    assert "memory of" not in CliRunner().invoke(app, ["check", "config/smoke.yaml"]).stdout
+    assert "memory of" not in typed("check", "config/smoke.yaml").stdout
 
 
 def test_the_parts_of_what_does_not_fit_are_named_with_what_lessens_them():
@@ -207,8 +206,8 @@ def test_an_evaluation_whose_weights_do_not_fit_is_refused():
 
 def test_given_checkpoints_that_no_device_can_hold_are_refused():
     command = ["check", "config/formats-qwen2.5.yaml"]
-    assert "memory of a device: evaluating " in CliRunner().invoke(app, command).stdout
-    refused = CliRunner().invoke(app, [*command, "--memory", "10"])
+    assert "memory of a device: evaluating " in typed(*command).stdout
+    refused = typed(*command, "--memory", "10")
     assert isinstance(refused.exception, ConfigError)
     assert "evaluation of" in str(refused.exception)
 

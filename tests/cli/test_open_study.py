@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from typed import typed
 
 from aqnpipe.cli import profile_file
-from aqnpipe.cli.main import app
 from aqnpipe.cli.profile_file import (
     device_problem,
     refuse_unreadable_studies,
@@ -261,7 +260,7 @@ def test_check_counts_the_devices_of_evaluations_on_another_kind(tmp_path, monke
     shown = []
     for cores in (1, 2):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, found=cores: set(range(found)))
-        result = CliRunner().invoke(app, ["check", str(path)])
+        result = typed("check", str(path))
         assert result.exit_code == 0, result.exception
         shown.append(next(line for line in result.stdout.splitlines() if line.startswith("on cpu: ")))
     problem = "; its evaluations not on this machine: generation.tensor_parallel: found 2, this machine has 1 CPU cores"

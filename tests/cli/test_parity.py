@@ -66,10 +66,7 @@ def test_two_configurations_without_files(monkeypatch, capsys):
         (["parity", "{0}/gpu.capture", "{0}/npu.capture", "--first", "x=1"], "found files and --first"),
         (["parity", "{0}/gpu.capture", "{0}/npu.capture", "--tokens", "8"], "found files and --tokens"),
         (["parity", "--model", "tiny", "--first", "dtype=float8", "--second", ""], "--first: dtype"),
-        (
-            ["parity", "--model", "tiny", "--first", "colour=red", "--second", ""],
-            "unknown key 'colour', expected",
-        ),
+        (["parity", "--model", "tiny", "--first", "colour=red", "--second", ""], "unknown key 'colour', expected"),
         (["parity", "--model", "tiny", "--first", "dtype", "--second", ""], "expected comma-separated key=value pairs"),
         (["parity", "{0}/gpu.capture", "{0}/npu.capture", "--model", "tiny-large"], "its weights have SHA-256"),
         (["capture", "tiny", "-o", "{0}/none/a.capture"], "--output"),
@@ -120,7 +117,7 @@ def test_a_batch_invariant_mode_that_the_device_does_not_have_is_refused(
     monkeypatch, capsys, tmp_path, variable, option, message
 ):
     # vLLM need not be installed here.
-    monkeypatch.setattr("aqnpipe.cli.parity.running.check_vllm", lambda device: None)
+    monkeypatch.setattr("aqnpipe.cli.two_machines.check_vllm", lambda device: None)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", variable)
     output = tmp_path / "a.capture"
     assert run(monkeypatch, "capture", "tiny", "--backend", "vllm", *option, "-o", output) == 2

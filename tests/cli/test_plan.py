@@ -5,16 +5,15 @@ from pathlib import Path
 import pytest
 import synthetic_evaluations
 import yaml
-from typer.testing import CliRunner
+from typed import typed
 
-from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError, DataError
 
 CONFIG = Path(__file__).parents[2] / "config"
 
 
 def planned(*arguments):
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return typed("plan", *arguments)
 
 
 def test_without_results_usual_variances_are_named_as_such():

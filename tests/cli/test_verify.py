@@ -6,12 +6,11 @@ import shutil
 
 import pytest
 from tiny_tokenizer import build_tokenizer
-from typer.testing import CliRunner
+from typed import typed
 
 from aqnpipe.artifacts.files import digests_of, read_json, write_json
 from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import REMOVED_WEIGHTS_FILE, RemovedWeights, RunRecord
-from aqnpipe.cli.main import app
 from aqnpipe.errors import ConfigError, DataError, RunLockedError
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
@@ -51,7 +50,7 @@ def write_record(results, name, inputs=(), **changes):
 
 
 def run(results, *options):
-    found = CliRunner().invoke(app, ["verify", str(results), *options], catch_exceptions=False)
+    found = typed("verify", str(results), *options, catch_exceptions=False)
     return found.exit_code, found.stdout.replace(f"{results}/", "").splitlines()
 
 

@@ -8,9 +8,8 @@ from replacing import replace_in
 from safetensors.torch import load_file, save_file
 from tiny_tokenizer import build_tokenizer
 from transformers import AutoModelForCausalLM, Llama4TextConfig
-from typer.testing import CliRunner
+from typed import typed
 
-from aqnpipe.cli.main import app
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.errors import ModelError, ReceiptError
 from aqnpipe.models.adapters import (
@@ -190,7 +189,7 @@ def test_a_linear_with_an_adapter_is_one_site_and_one_module_of_a_scope(make_mod
 
 
 def test_the_command_diagnose_refuses_adapters_and_names_their_base(checkpoint):
-    result = CliRunner().invoke(app, ["diagnose", str(checkpoint)])
+    result = typed("diagnose", str(checkpoint))
     assert isinstance(result.exception, ModelError)
     assert str(checkpoint.parents[5] / "models" / "base") in str(result.exception)
 

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from typed import typed
 
 from aqnpipe.artifacts.files import read_json
-from aqnpipe.cli.main import app
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.noise import (
     AdaptiveNoise,
@@ -104,7 +103,7 @@ def test_layers_and_norms_that_the_model_does_not_have_are_refused(tmp_path, aqn
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["measure-noise", "tiny", *arguments])
+    return typed("measure-noise", "tiny", *arguments)
 
 
 def test_the_command_shows_the_error_of_a_cache():

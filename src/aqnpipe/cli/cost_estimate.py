@@ -10,7 +10,7 @@ that of the host, if it is longer.
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import ceil
 from statistics import fmean
 from typing import Annotated, Literal
@@ -52,16 +52,6 @@ class Rates(FrozenModel):
     seconds_per_job: float = Field(default=0.0, ge=0, description="time until a job starts to compute")
     host_seconds: float = Field(default=0.0, ge=0, description="host time of a layer in a decode step of transformers")
     noisy_host_seconds: float = Field(default=0.0, ge=0, description="the same with operator or module noise")
-
-    def hours(self, phase: StudyPhase, flops: float, layer_steps: float = 0.0, noisy_layer_steps: float = 0.0) -> float:
-        """Return the device hours of `flops` operations in a phase, or those of its decode steps if they take longer.
-
-        layer_steps: decode steps times layers without noise, which the host starts; noisy_layer_steps: with noise.
-        """
-        used = self.generation_utilization if phase in _GENERATING else self.training_utilization
-        computing = flops / (self.tflops * 1e12 * used)
-        starting = layer_steps * self.host_seconds + noisy_layer_steps * self.noisy_host_seconds
-        return max(computing, starting) / _SECONDS_PER_HOUR
 
 
 # The peak for dense bfloat16 products is from the vendor's data sheet. The utilizations are orders of magnitude for
@@ -116,39 +106,15 @@ class Estimate(FrozenModel):
         return self.model_gigabytes + self.checkpoint_gigabytes + self.run_gigabytes
 
 
-class _Work(FrozenModel):
-    """Sequences of one role in one phase; `passes` is the cost of the phase in forward passes.
-
-    `decode_steps`: those that transformers makes, summed over the devices; a batch makes as many as its longest
-    response. 0 for training passes and where vLLM generates.
-    """
-
-    role: str
-    phase: StudyPhase
-    sequences: float
-    prompt: float
-    response: float
-    passes: float = 1.0
-    decode_steps: float = 0.0
-    noisy_decode_steps: float = 0.0
-
-    def hours(self, size: Size, rates: Rates) -> float:
-        """Return the device hours with a model of this size."""
-        length = self.prompt + self.response
-        # A token attends to the previous ones, which are half of the sequence on average.
-        flops = self.passes * size.forward_flops(self.sequences * length, self.sequences * self.response, length / 2)
-        layer_steps, noisy = (steps * size.num_layers for steps in (self.decode_steps, self.noisy_decode_steps))
-        return rates.hours(self.phase, flops, layer_steps, noisy)
-
-
 def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     """Estimate the cost of training and evaluation; ConfigError naming the option or key that is missing."""
     prompt, prompt_source = mean_prompt_tokens(plan, assumptions)
     rates = assumptions.rates or default_rates(plan)
     sizes = {name: _size_of(plan, name, assumptions) for name in plan.study.models()}
+    given = plan, sizes, rates, prompt, assumptions.response_tokens
     by_phase: defaultdict[StudyPhase, float] = defaultdict(float)
-    for part in (*_training(plan, prompt, assumptions), *_evaluation(plan, prompt, assumptions)):
-        by_phase[part.phase] += part.hours(sizes[part.role], rates)
+    for phase, found in (*_training(*given), *_evaluation(*given)):
+        by_phase[phase] += found
     num_jobs = len(plan.runs()) + plan.num_evaluations
     hours = sum(by_phase.values()) + num_jobs * rates.seconds_per_job / _SECONDS_PER_HOUR
     config, training = plan.study.config, plan.study.config.training
@@ -162,7 +128,7 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
     removed = len(plan.checkpoint_steps) - 1 if removes else 0
     kept = len(plan.checkpoint_steps) - removed
     length = assumptions.response_tokens
-    given = "" if length is None else f"of {length:g} tokens"
+    responses = "at their limit (--response-tokens)" if length is None else f"of {length:g} tokens"
     return Estimate(
         hours_by_phase=dict(by_phase),
         device_hours=hours,
@@ -171,7 +137,7 @@ def estimate_study(plan: StudyPlan, assumptions: Assumptions) -> Estimate:
         model_gigabytes=prepared / 1e9,
         run_gigabytes=(_RESUME_POINTS * points + removed * max(stored.values(), default=0.0)) / 1e9,
         rates=rates,
-        assumed=f"{prompt_source}, responses {'at their limit (--response-tokens)' if length is None else given}",
+        assumed=f"{prompt_source}, responses {responses}",
         not_counted=tuple(_not_counted(plan, points)),
     )
 
@@ -243,29 +209,50 @@ def _count_words(text: str) -> int:
     return len(re.findall(r"[A-Za-z]+|\S", text))
 
 
-def _training(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Iterator[_Work]:
+def _hours(
+    size: Size,
+    rates: Rates,
+    phase: StudyPhase,
+    sequences: float,
+    prompt: float,
+    response: float,
+    passes: float = 1.0,
+    decode_steps: float = 0.0,
+    noisy_decode_steps: float = 0.0,
+) -> float:
+    """Return the device hours of sequences in a phase that costs so many forward passes.
+
+    decode_steps: those that transformers makes, summed over the devices, with noise or without; a batch makes as many
+    as its longest response. The host starts each of their layers, which may take longer than the operations.
+    """
+    length = prompt + response
+    # A token attends to the previous ones, which are half of the sequence on average.
+    flops = passes * size.forward_flops(sequences * length, sequences * response, length / 2)
+    used = rates.generation_utilization if phase in _GENERATING else rates.training_utilization
+    starting = decode_steps * rates.host_seconds + noisy_decode_steps * rates.noisy_host_seconds
+    return max(flops / (rates.tflops * 1e12 * used), starting * size.num_layers) / _SECONDS_PER_HOUR
+
+
+def _training(
+    plan: StudyPlan, sizes: Mapping[str, Size], rates: Rates, prompt: float, response: float | None
+) -> Iterator[tuple[StudyPhase, float]]:
+    """Yield the phases of every run and their device hours; `response` is None at the limit."""
     training = plan.study.config.training
     if training is None:
         return
-    response = assumptions.response_tokens or training.max_response_tokens
-    validated = training.validation_questions * len(training.validation_steps(plan.num_steps))
+    length = response or training.max_response_tokens
+    sequences, validations = (
+        plan.num_steps * training.sequences_per_step,
+        len(training.validation_steps(plan.num_steps)),
+    )
+    # Every worker answers its share as one batch; transformers generates, without operator noise.
+    steps = validations * training.num_workers * training.max_response_tokens
     for role, arm, _ in plan.runs():
         for phase, passes in _passes(training):
-            sequences = plan.num_steps * training.sequences_per_step
-            yield _Work(
-                role=role,
-                phase=phase,
-                sequences=sequences,
-                prompt=prompt,
-                response=response,
-                passes=passes,
-                **(_rollout_steps(plan, training, arm) if phase == "rollout" else {}),
-            )
-        # Every worker answers its share as one batch; transformers generates, without operator noise.
-        steps = len(training.validation_steps(plan.num_steps)) * training.num_workers * training.max_response_tokens
-        yield _Work(
-            role=role, phase="validation", sequences=validated, prompt=prompt, response=response, decode_steps=steps
-        )
+            decoded = _rollout_steps(plan, training, arm) if phase == "rollout" else {}
+            yield phase, _hours(sizes[role], rates, phase, sequences, prompt, length, passes, **decoded)
+        validated = training.validation_questions * validations
+        yield "validation", _hours(sizes[role], rates, "validation", validated, prompt, length, decode_steps=steps)
 
 
 def _rollout_steps(plan: StudyPlan, training: TrainingConfig, arm_id: str) -> dict[str, float]:
@@ -303,29 +290,24 @@ def _passes(training: TrainingConfig) -> Iterator[tuple[StudyPhase, float]]:
     yield "backward", gradients + (1.0 if training.gradient_checkpointing else 0.0)
 
 
-def _evaluation(plan: StudyPlan, prompt: float, assumptions: Assumptions) -> Iterator[_Work]:
-    config = plan.study.config
-    questions = config.evaluation.num_questions or config.dataset.num_test
+def _evaluation(
+    plan: StudyPlan, sizes: Mapping[str, Size], rates: Rates, prompt: float, response: float | None
+) -> Iterator[tuple[StudyPhase, float]]:
+    """Yield the device hours of every evaluation; `response` is None at the limit."""
+    config, evaluation = plan.study.config, plan.study.config.evaluation
+    questions = evaluation.num_questions or config.dataset.num_test
     if questions is None:
         raise ConfigError("the number of evaluated questions is unknown: set dataset.num_test")
-    passes, samples = config.evaluation.passes(), config.evaluation.num_samples
-    response = assumptions.response_tokens or config.evaluation.max_response_tokens
-    batches = ceil(questions * samples / config.evaluation.batch_size)
+    passes, answers = evaluation.passes(), questions * evaluation.num_samples
     noisy = sum(level > 0 for level, _ in passes)
+    of_a_pass = ceil(answers / evaluation.batch_size) * evaluation.max_response_tokens
+    length = response or evaluation.max_response_tokens
     for model, arm, _, _ in plan.evaluations():
         role = plan.prepared_model(model, arm) or model
-        on_vllm = _uses_vllm(config.generation.backend, config.models[role].attention)
-        by_transformers = not (on_vllm and config.evaluation.fits_vllm)
-        steps = batches * config.evaluation.max_response_tokens * by_transformers
-        yield _Work(
-            role=role,
-            phase="evaluation",
-            sequences=questions * len(passes) * samples,
-            prompt=prompt,
-            response=response,
-            decode_steps=steps * (len(passes) - noisy),
-            noisy_decode_steps=steps * noisy,
-        )
+        on_vllm = _uses_vllm(config.generation.backend, config.models[role].attention) and evaluation.fits_vllm
+        clean, noised = (0, 0) if on_vllm else (of_a_pass * (len(passes) - noisy), of_a_pass * noisy)
+        sequences = answers * len(passes)
+        yield ("evaluation", _hours(sizes[role], rates, "evaluation", sequences, prompt, length, 1.0, clean, noised))
 
 
 def _checkpoint_bytes(size: Size, training: TrainingConfig) -> float:

@@ -1,12 +1,10 @@
 """`aqnpipe exec`: any PyTorch program on a noisy machine, unchanged."""
 
-import json
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +14,7 @@ from aqnpipe.cli.options import refuse_level
 from aqnpipe.config.base import describe_validation_error, key_values
 from aqnpipe.config.custom_code import CustomError, located
 from aqnpipe.config.measured_noise import MeasuredError
+from aqnpipe.config.yaml_file import typed_scalars
 from aqnpipe.errors import ConfigError, ReceiptError
 from aqnpipe.noise.autoload import VARIABLE
 
@@ -62,43 +61,32 @@ def execute(
 
     if os.environ.get(_AUTOLOAD, "1") == "0":
         raise ConfigError(f"{_AUTOLOAD} is 0 in the environment, expected it unset: torch loads the machine by it")
-    folder = Path(tempfile.mkdtemp(prefix="aqnpipe-receipts-")) if receipts is None else receipts.absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise ConfigError(f"--receipts: {folder} cannot be made: {problem.strerror}") from problem
-    if receipts is not None and any(folder.glob("*.json")):
-        raise ConfigError(f"--receipts: {folder} has receipts of an earlier run, expected an empty folder")
-    for option, is_given in (
-        ("--only", bool(only)),
-        ("--operators", operators != "matmul"),
-        ("--no-backward", not backward),
-    ):
-        if noise is None and error is None and is_given:
-            raise ConfigError(f"{option} is of errors, expected --noise or --error beside it")
-    content = {
-        "error": _error(noise, error, has_faults=bool(fault)),
-        "seed": seed,
-        "backward": backward,
-        "operators": operators,
-        "only": only or [],
-        "faults": [_settings("--fault", each) for each in fault or []],
-        "receipts": folder,
-    }
-    try:
-        machine = _planned(ProgramMachine.model_validate(content))
-    except ValidationError as problem:
-        raise ConfigError(describe_validation_error(problem)) from problem
-    environment = os.environ | {VARIABLE: machine.model_dump_json(), "TORCHDYNAMO_DISABLE": "1"}
-    try:
-        code = _run(command, environment)
-        receipt, faults, num_processes, num_behind = read_receipts(folder, machine)
-        had_receipts = any(folder.glob("*.json"))
-    except OSError as problem:
-        raise ConfigError(f"{command[0]}: {problem.strerror}") from problem
-    finally:
-        if receipts is None:
-            shutil.rmtree(folder, ignore_errors=True)
+    with TemporaryDirectory(prefix="aqnpipe-receipts-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary) if receipts is None else _receipt_folder(receipts)
+        of_errors = {"--only": bool(only), "--operators": operators != "matmul", "--no-backward": not backward}
+        for option in (option for option, is_given in of_errors.items() if is_given):
+            if noise is None and error is None:
+                raise ConfigError(f"{option} is of errors, expected --noise or --error beside it")
+        content = {
+            "error": _error(noise, error, has_faults=bool(fault)),
+            "seed": seed,
+            "backward": backward,
+            "operators": operators,
+            "only": only or [],
+            "faults": [typed_scalars(key_values("--fault", each)) for each in fault or []],
+            "receipts": folder,
+        }
+        try:
+            machine = _planned(ProgramMachine.model_validate(content))
+        except ValidationError as problem:
+            raise ConfigError(describe_validation_error(problem)) from problem
+        environment = os.environ | {VARIABLE: machine.model_dump_json(), "TORCHDYNAMO_DISABLE": "1"}
+        try:
+            code = _run(command, environment)
+            receipt, faults, num_processes, num_behind = read_receipts(folder, machine)
+            had_receipts = any(folder.glob("*.json"))
+        except OSError as problem:
+            raise ConfigError(f"{command[0]}: {problem.strerror}") from problem
     if not had_receipts and code:
         raise typer.Exit(code)
     if not had_receipts:
@@ -125,12 +113,25 @@ def execute(
         if contradictions := receipt.contradictions():
             typer.echo(f"ERROR: {ReceiptError('; '.join(contradictions))}", err=True)
         raise typer.Exit(code)
-    problems = [
-        *_receipt_problems(receipt, backward, only),
-        *(line for fault, row in zip(machine.faults, faults, strict=True) for line in _fault_problems(fault, row)),
-    ]
+    # Without a backward pass errors of its gradients cannot be missing.
+    problems = receipt.problems() if receipt.backward_passes or not backward else receipt.forward_problems()
+    if only and not receipt.noised:
+        problems = [f"--only: {' '.join(only)} selects nothing that the program computed", *problems]
+    problems = [*problems, *filter(None, map(_fault_problem, machine.faults, faults))]
     if problems:
         raise ReceiptError("; ".join(problems))
+
+
+def _receipt_folder(folder: Path) -> Path:
+    """Return the absolute path of the folder for receipts, which is made; ConfigError if it has some already."""
+    folder = folder.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ConfigError(f"--receipts: {folder} cannot be made: {problem.strerror}") from problem
+    if any(folder.glob("*.json")):
+        raise ConfigError(f"--receipts: {folder} has receipts of an earlier run, expected an empty folder")
+    return folder
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
@@ -156,45 +157,32 @@ def _products(receipt: "MachineReceipt") -> str:
     )
 
 
-def _receipt_problems(receipt: "MachineReceipt", backward: bool, only: list[str] | None) -> list[str]:
-    """Return how the errors differ from the request; without a backward pass their gradients cannot be missing."""
-    found = receipt.problems() if receipt.backward_passes or not backward else receipt.forward_problems()
-    if only and not receipt.noised:
-        return [f"--only: {' '.join(only)} selects nothing that the program computed", *found]
-    return found
-
-
 def _described(fault: "Fault") -> str:
     return f"{fault.type} in layer {fault.layer} ({fault.site})"
 
 
-def _fault_problems(fault: "Fault", row: "Row") -> list[str]:
+def _fault_problem(fault: "Fault", row: "Row") -> str | None:
     if not row.calls:
         expected = f"a program that calls a decoder with a layer {fault.layer}"
     elif not row.changed:
         expected = "a larger magnitude"
     elif row.calls < row.passes:
-        return [f"{_described(fault)} was in {row.calls:,} of {row.passes:,} calls of its layer"]
+        return f"{_described(fault)} was in {row.calls:,} of {row.passes:,} calls of its layer"
     else:
-        return []
-    return [f"{_described(fault)} changed none of {row.elements:,} values, expected {expected}"]
+        return None
+    return f"{_described(fault)} changed none of {row.elements:,} values, expected {expected}"
 
 
 def _error(noise: float | None, error: str | None, *, has_faults: bool) -> dict[str, Any] | None:
-    if has_faults and noise is None and error is None:
-        return None
-    if noise is None and error is None:
-        raise ConfigError("found no --noise, no --error and no --fault, expected one of them")
     if noise is not None and error is not None:
         raise ConfigError(f"found --noise {noise} and --error {error}, expected one of the two")
     if noise is not None:
         refuse_level("--noise", noise)
         return {"kind": "relative_gaussian", "scale": noise}
-    return _settings("--error", error or "")
-
-
-def _settings(option: str, text: str) -> dict[str, Any]:
-    return {name: _number(value) for name, value in key_values(option, text).items()}
+    if error is None and not has_faults:
+        raise ConfigError("found no --noise, no --error and no --fault, expected one of them")
+    settings: dict[str, Any] | None = None if error is None else typed_scalars(key_values("--error", error))
+    return settings
 
 
 def _planned(machine: "ProgramMachine") -> "ProgramMachine":
@@ -204,7 +192,20 @@ def _planned(machine: "ProgramMachine") -> "ProgramMachine":
     """
     error = machine.error
     if isinstance(error, MeasuredError):
-        return _with_file(machine, error)
+        from aqnpipe.artifacts.measured_errors import with_figures
+
+        if machine.backward or machine.operators != "matmul":
+            raise ConfigError(
+                "--error kind=measured: a measured error is of matmul operators in forward passes, expected "
+                "--no-backward and no --operators"
+            )
+        if error.machine is not None:
+            raise ConfigError(
+                f"--error kind=measured: from is {error.source!r}, expected a file of `aqnpipe parity --json`"
+            )
+        found = error.measured_in(str(Path(error.source).absolute()))
+        with_figures(found)
+        return machine.model_copy(update={"error": found})
     if not isinstance(error, CustomError):
         return machine
     from aqnpipe.noise.kernels.custom import refuse_unusable
@@ -212,27 +213,3 @@ def _planned(machine: "ProgramMachine") -> "ProgramMachine":
     own = error.model_copy(update={"function": located(error.function, Path.cwd())}).planned()
     refuse_unusable(own)
     return machine.model_copy(update={"error": own})
-
-
-def _with_file(machine: "ProgramMachine", error: MeasuredError) -> "ProgramMachine":
-    from aqnpipe.artifacts.measured_errors import with_figures
-
-    if machine.backward or machine.operators != "matmul":
-        raise ConfigError(
-            "--error kind=measured: a measured error is of matmul operators in forward passes, expected --no-backward "
-            "and no --operators"
-        )
-    if error.machine is not None:
-        raise ConfigError(
-            f"--error kind=measured: from is {error.source!r}, expected a file of `aqnpipe parity --json`"
-        )
-    found = error.measured_in(str(Path(error.source).absolute()))
-    with_figures(found)
-    return machine.model_copy(update={"error": found})
-
-
-def _number(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value

@@ -12,20 +12,16 @@ with ends_at_once():
     import typer
     from pydantic import ValidationError
 
-    from aqnpipe.cli.check import check
-    from aqnpipe.cli.check_published import check_published
-    from aqnpipe.cli.compare_runs import compare_runs
+    from aqnpipe.cli.check import check, plan
     from aqnpipe.cli.diagnose.command import diagnose
     from aqnpipe.cli.doctor.command import doctor
     from aqnpipe.cli.exec import execute
-    from aqnpipe.cli.measure_noise import measure_noise
-    from aqnpipe.cli.parity.command import capture, parity
-    from aqnpipe.cli.plan import plan
     from aqnpipe.cli.results import export, report, verify
     from aqnpipe.cli.robustness import robustness
     from aqnpipe.cli.run import init, run
-    from aqnpipe.cli.score import score
-    from aqnpipe.cli.sensitivity import sensitivity, sigmas
+    from aqnpipe.cli.score import check_published, score
+    from aqnpipe.cli.sensitivity import measure_noise, sensitivity, sigmas
+    from aqnpipe.cli.two_machines import capture, compare_runs, parity
     from aqnpipe.config.base import describe_validation_error
     from aqnpipe.config.schema import study_schema
     from aqnpipe.errors import EXIT_USER_ERROR, AqnpipeError, ConfigError, printable

@@ -6,6 +6,7 @@ reference. The formulas and what they leave out: docs/cost-estimate.md.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from math import ceil
 from pathlib import Path
 
@@ -214,10 +215,13 @@ def evaluation_memory(
         cache = tokens * _cache_of_a_token(shape, computed) if shape else 0.0
         needed = weights + (cache if on_vllm else _RUNTIME / 1e9)
         if needed > room:
+            share, parallel = needed / gigabytes, "a larger generation.tensor_parallel"
+            ways = [parallel if on_vllm else f"{parallel} on vLLM", "--memory for larger devices"]
+            if on_vllm and share <= _LARGEST_SHARE:
+                ways.insert(0, f"generation.gpu_memory_utilization: {ceil(100 * share) / 100:g}")
             raise ConfigError(
                 f"evaluation of {role}: its weights {'and the cache of one sequence ' if on_vllm else ''}take "
-                f"{needed:.3g} GB on each device, {has}; expected "
-                f"{' or '.join(_ways_to_evaluate(needed / gigabytes, on_vllm))}"
+                f"{needed:.3g} GB on each device, {has}; expected {' or '.join(ways)}"
             )
         lines.append(f"evaluating {role} {needed:.3g} GB of {room:.3g}")
     return lines
@@ -228,17 +232,12 @@ def declared_megabytes(plan: StudyPlan, rule: str) -> int:
 
     Profiles of clusters ask for the memory of their devices instead.
     """
-    peak = max(map(_recorded_megabytes, Path(plan.results, "benchmarks", rule).glob("*.tsv")), default=0.0)
+    peak = 0.0
+    for path in Path(plan.results, "benchmarks", rule).glob("*.tsv"):
+        with suppress(DataError):  # of a job that was killed while it wrote the file
+            cost = read_cost(path)
+            peak = max(peak, cost.peak_mb if cost else 0.0)
     return ceil(_MARGIN * (peak or _estimated_bytes(plan, rule) / 1e6))
-
-
-def _recorded_megabytes(path: Path) -> float:
-    """Return the peak memory in the file of a job's costs; 0 if the job was killed while it wrote the file."""
-    try:
-        cost = read_cost(path)
-    except DataError:
-        return 0.0
-    return cost.peak_mb if cost else 0.0
 
 
 def _estimated_bytes(plan: StudyPlan, rule: str) -> float:
@@ -253,16 +252,6 @@ def _estimated_bytes(plan: StudyPlan, rule: str) -> float:
     shapes = ((shape_of(model), BYTES[model.dtype]) for model in plan.study.models().values())
     weights = max((shape.num_parameters * size for shape, size in shapes if shape), default=0.0)
     return workers * (_RUNTIME + copies * weights)
-
-
-def _ways_to_evaluate(share: float, on_vllm: bool) -> list[str]:
-    """Return what helps an evaluation that needs this share of a device's memory."""
-    larger = f"generation.gpu_memory_utilization: {ceil(100 * share) / 100:g}"
-    return [
-        *([larger] if on_vllm and share <= _LARGEST_SHARE else []),
-        f"a larger generation.tensor_parallel{'' if on_vllm else ' on vLLM'}",
-        "--memory for larger devices",
-    ]
 
 
 def _cache_of_a_token(shape: ModelShape, computed: float) -> float:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aqnpipe.config.base import FrozenModel, describe_validation_error
+from aqnpipe.config.base import MOST_THREADS, FrozenModel, describe_validation_error
 from aqnpipe.config.custom_code import refuse_foreign_code
 from aqnpipe.config.dataset import DatasetConfig, GeneratedDataset, PromptFormat
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 TrustCode = Annotated[
     bool, typer.Option("--trust-code", help="run code, named by these files, from outside of the working directory")
 ]
+ModelArgument = Annotated[str, typer.Argument(help="model: a folder, a hub id, or `tiny`")]
+StudyArgument = Annotated[Path, typer.Argument(help="study file, described in config/README.md")]
+CpuThreads = Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")]
 
 _DEVICE = re.compile(r"(cuda|npu)(?::(\d+))?")
 
@@ -69,21 +72,17 @@ def parse_devices(option: str, text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(","))
     names = tuple(f"{name}:0" if name in ("cuda", "npu") else name for name in names)
     for name in names:
-        _check_device(option, name)
+        known = _DEVICE.fullmatch(name)
+        if name != "cpu" and known is None:
+            raise ConfigError(f"{option}: found {name!r}, expected all, or a list of cuda:N, npu:N or cpu")
+        if known is not None:
+            kind: DeviceKind = "cuda" if known[1] == "cuda" else "npu"
+            count = resolve_device(kind).count
+            if int(known[2] or 0) >= count:
+                raise DeviceError(f"{option}: {name} is not there; found {kind}:0 to {kind}:{count - 1}")
         if name != "cpu" and names.count(name) > 1:
             raise ConfigError(f"{option} {text}: {name} is named twice, expected once")
     return names
-
-
-def _check_device(option: str, name: str) -> None:
-    found = _DEVICE.fullmatch(name)
-    if name != "cpu" and found is None:
-        raise ConfigError(f"{option}: found {name!r}, expected all, or a list of cuda:N, npu:N or cpu")
-    if found is not None:
-        kind: DeviceKind = "cuda" if found[1] == "cuda" else "npu"
-        count = resolve_device(kind).count
-        if int(found[2] or 0) >= count:
-            raise DeviceError(f"{option}: {name} is not there; found {kind}:0 to {kind}:{count - 1}")
 
 
 def usable_device(name: str) -> "torch.device":
@@ -116,15 +115,13 @@ def find_model(name: str, dtype: Dtype, attention: Attention, *, random_weights:
     The shape of the model is created without weights, so that a model of another family is refused before they are
     read.
     """
-    source = ModelSource(
-        name=name,
-        folder=Path(name) if random_weights else _folder_of(name),
-        random_weights=random_weights,
-        dtype=dtype,
-        attention=attention,
-    )
-    _refuse_other_families(source)
-    return source
+    from aqnpipe.models.layout import decoder_layers, layer_sites
+    from aqnpipe.models.loading import create_model
+
+    folder = Path(name) if random_weights else _folder_of(name)
+    for layer in decoder_layers(create_model(folder, "meta", attention=attention)):
+        layer_sites(layer)
+    return ModelSource(name=name, folder=folder, random_weights=random_weights, dtype=dtype, attention=attention)
 
 
 def load(source: ModelSource, device: "torch.device", seed: int) -> "nn.Module":
@@ -167,15 +164,6 @@ def _folder_of(name: str) -> Path:
             f"weights, expected its base {str(find_base(folder))!r}"
         )
     return folder
-
-
-def _refuse_other_families(source: ModelSource) -> None:
-    """Raise ModelError if the model has no decoder layers of attention and an MLP."""
-    from aqnpipe.models.layout import decoder_layers, layer_sites
-    from aqnpipe.models.loading import create_model
-
-    for layer in decoder_layers(create_model(source.folder, "meta", attention=source.attention)):
-        layer_sites(layer)
 
 
 class DatasetFile(FrozenModel):
@@ -254,6 +242,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return one line per row, with the cells of a column in the same place; rows have equally many cells."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def say_written(*paths: Path | None) -> None:
+    """Say on standard error which of the files that a user asked for are written."""
+    for path in paths:
+        if path is not None:
+            typer.echo(f"written: {path}", err=True)
 
 
 def given_options(context: typer.Context) -> list[str]:

@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,17 +118,8 @@ def refuse_unreadable_studies() -> None:
         sys.exit(EXIT_USER_ERROR)
 
 
-def workers_of_given_study() -> int:
-    """Return `training.num_workers` of the study given to Snakemake, for a profile; 1 if it says nothing."""
-    return _number_in_given_study("training", "num_workers")
-
-
-def shards_of_given_study() -> int:
-    """Return `generation.tensor_parallel` of the study given to Snakemake, for a profile; 1 if it says nothing."""
-    return _number_in_given_study("generation", "tensor_parallel")
-
-
 def _number_in_given_study(section: str, key: str) -> int:
+    """Return a number in the study given to Snakemake, for a profile; 1 if it says nothing."""
     number: object = 1
     for path in _given_studies():
         try:
@@ -137,6 +129,10 @@ def _number_in_given_study(section: str, key: str) -> int:
         if isinstance(content, Mapping):
             number = content.get(key, number)
     return number if isinstance(number, int) and number > 0 else 1
+
+
+workers_of_given_study = partial(_number_in_given_study, "training", "num_workers")
+shards_of_given_study = partial(_number_in_given_study, "generation", "tensor_parallel")
 
 
 def _given_studies() -> list[Path]:
@@ -237,19 +233,16 @@ def shards_without_devices(rule: str, given: Mapping[str, Any], shards: int) -> 
     `workers`. Resources that are not numbers are left to Snakemake.
     """
     workers, nodes = (whole_number(given.get(name, 1)) for name in ("workers", "nodes"))
-    gres = str(given.get("gres", "")).rpartition(":")[2]
-    for name, found, per_job in (
-        ("devices", whole_number(given.get("devices")), 1),
-        ("gres", whole_number(gres), nodes),
-    ):
-        if shards == 1 or found is None or workers is None or per_job is None:
-            continue
+    gres = whole_number(str(given.get("gres", "")).rpartition(":")[2])
+    resources = (("devices", "", whole_number(given.get("devices")), 1), ("gres", " per node", gres, nodes))
+    if shards == 1 or workers is None:
+        return None
+    for name, where, found, per_job in resources:
         # An engine is on one node.
-        fitting = found // shards * per_job
-        if fitting < workers:
+        if found is not None and per_job is not None and (fitting := found // shards * per_job) < workers:
             return (
-                f"set-resources: {rule}: {name}: found {found} devices{' per node' if name == 'gres' else ''}, enough "
-                f"for {fitting} of {workers} workers with the {shards} of generation.tensor_parallel each"
+                f"set-resources: {rule}: {name}: found {found} devices{where}, enough for {fitting} of {workers} "
+                f"workers with the {shards} of generation.tensor_parallel each"
             )
     return None
 

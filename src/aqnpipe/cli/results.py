@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from aqnpipe.cli.options import TrustCode, given_options
+from aqnpipe.cli.options import StudyArgument, TrustCode, given_options
 from aqnpipe.cli.study import open_study
 from aqnpipe.config.base import RESULT_FOLDERS
 from aqnpipe.config.plan import StudyPlan
@@ -20,10 +20,7 @@ PARTIAL = "partial"
 """Folder in the results for reports on what exists; in place of the final report they would stop the study."""
 
 
-def report(
-    study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")],
-    trust_code: TrustCode = False,
-) -> None:
+def report(study: StudyArgument, trust_code: TrustCode = False) -> None:
     """Compare and report on the existing results of a study, for example while it runs or after a failed job.
 
     Writes a separate folder in the results, which the study ignores.
@@ -61,18 +58,14 @@ def report_on_existing_results(plan: StudyPlan) -> Iterator[str]:
             made = folder / claims.relative_to(plan.results)
             compare_losses(loss_inputs, plan.study.config.statistics, made)
         build_report(plan.study, read_study(plan, compared=folder), folder)
-        _refuse_other_files(target, {path.name for path in folder.iterdir()})
+        # The folder is replaced as a whole.
+        if target.exists() and not target.is_dir():
+            raise ConfigError(f"{target}: found a file, expected nothing or an earlier report on what exists")
+        known = {path.name for path in folder.iterdir()} | {"published.json", "loss_study"}
+        for name in sorted({path.name for path in target.glob("*")} - known):
+            raise ConfigError(f"{target / name}: is of no report, and {target} is replaced; move it elsewhere")
     yield f"compare: {len(evaluations)} of {plan.num_evaluations} evaluations exist"
     yield f"report: {target / 'report.html'}"
-
-
-def _refuse_other_files(target: Path, written: set[str]) -> None:
-    """Raise ConfigError for what no such report wrote: the folder is replaced as a whole."""
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"{target}: found a file, expected nothing or an earlier report on what exists")
-    found = {path.name for path in target.iterdir()} if target.is_dir() else set()
-    for name in sorted(found - written - {"published.json", "loss_study"}):
-        raise ConfigError(f"{target / name}: is of no report, and {target} is replaced; move it elsewhere")
 
 
 PAPER = "paper"
@@ -82,7 +75,7 @@ INSPECT = "inspect"
 
 def export(
     context: typer.Context,
-    study: Annotated[Path, typer.Argument(help="study file, described in config/README.md")],
+    study: StudyArgument,
     figures: Annotated[str, typer.Option(help="formats of the figures, with commas between: pdf, svg")] = "pdf,svg",
     tables: Annotated[str, typer.Option(help="formats of the tables, with commas between: latex, csv")] = "latex,csv",
     output: Annotated[
@@ -173,10 +166,10 @@ def verify(
     damages += [*_damages_of_files(records, results), *_damages_of_runs(records, results)]
     models = _prepared_models(results)
     damages += [damage for model in models for damage in _damage_of_model(model, results)]
-    files = sum(len(record.outputs) for record in records.values())
     for damage in damages:
         typer.echo(printable(f"{damage.path}: {damage.what}"))
     if not damages:
+        files = sum(len(record.outputs) for record in records.values())
         typer.echo(f"verify: {files} files of {len(paths)} jobs and {len(models)} models are as they were written")
         return
     wrong = {path for damage in damages for path in (damage.path, damage.record)} if repair else set()
@@ -224,11 +217,12 @@ def _records(paths: Sequence[Path], results: Path) -> tuple[dict[Path, "JobRecor
 
 def _outside(names: Iterable[str]) -> list[str]:
     """Return the names that are of no file below a folder: a record that names them may not have anything removed."""
-    return [name for name in names if not 0 < len(name) <= _LONGEST_NAME or "\0" in name or _leaves(Path(name))]
 
+    def leaves(name: Path) -> bool:
+        too_long = any(len(part.encode()) > _LONGEST_PART for part in name.parts)
+        return name.is_absolute() or ".." in name.parts or too_long
 
-def _leaves(name: Path) -> bool:
-    return name.is_absolute() or ".." in name.parts or any(len(part.encode()) > _LONGEST_PART for part in name.parts)
+    return [name for name in names if not 0 < len(name) <= _LONGEST_NAME or "\0" in name or leaves(Path(name))]
 
 
 def _damages_of_files(records: Mapping[Path, "JobRecord"], results: Path) -> Iterator[Damage]:
@@ -251,14 +245,12 @@ def _damages_of_runs(records: Mapping[Path, "JobRecord"], results: Path) -> Iter
     from aqnpipe.artifacts.files import read_json
     from aqnpipe.artifacts.runs import RunRecord, has_digest, read_removed
 
-    of_jobs = {str(results / name) for record in records.values() for name in record.outputs}
-    runs = [
-        (results / name, path)
-        for path, record in records.items()
-        for name, digest in record.outputs.items()
-        if Path(name).name == "run.json" and has_digest(results / name, digest)
-    ]
-    for run, path in runs:
+    of_jobs = {
+        results / name: (digest, path) for path, record in records.items() for name, digest in record.outputs.items()
+    }
+    for run, (of_run, path) in of_jobs.items():
+        if run.name != "run.json" or not has_digest(run, of_run):
+            continue
         try:
             written = read_json(run, RunRecord).outputs_sha256
             folders = {(run.parent / name).parent for name in written}
@@ -270,7 +262,7 @@ def _damages_of_runs(records: Mapping[Path, "JobRecord"], results: Path) -> Iter
             yield Damage(run, f"no valid record of a run: it names {outside[0]}, which is not in the run", path)
             continue
         for below, digest in ((run.parent / name, digest) for name, digest in written.items()):
-            if str(below) not in of_jobs and below not in gone:
+            if below not in of_jobs and below not in gone:
                 yield from _damage(below, digest, path)
 
 

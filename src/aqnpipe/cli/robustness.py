@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from aqnpipe.cli.interrupts import ends_at_once
-from aqnpipe.cli.options import NAMES, TrustCode, console_of, dataset_of, refuse_level
+from aqnpipe.cli.options import NAMES, CpuThreads, TrustCode, console_of, dataset_of, refuse_level
 from aqnpipe.cli.study import check_checkpoints, check_custom_code, check_results
-from aqnpipe.config.base import MOST_THREADS
 from aqnpipe.config.custom_code import refuse_foreign_code
 from aqnpipe.config.evaluation import PRESETS, NoisesFile, refuse_unknown_scorer
 from aqnpipe.config.generation import RequestedBackend
@@ -25,7 +24,7 @@ from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.config.study import CHECKPOINTS, Study, load_study
 from aqnpipe.config.validation_messages import IDENTIFIER_PATTERN, one_of
 from aqnpipe.config.yaml_file import load_yaml
-from aqnpipe.device import RequestedDevice
+from aqnpipe.device import RequestedDevice, resolve_device
 from aqnpipe.errors import STOPPED, ConfigError
 
 _SOURCE = "options"
@@ -88,7 +87,7 @@ def robustness(
         int, typer.Option(min=1, help="devices that share every layer, with --backend vllm")
     ] = 1,
     device: Annotated[RequestedDevice, typer.Option(help="device")] = "auto",
-    threads: Annotated[int, typer.Option(min=1, max=MOST_THREADS, help="CPU threads")] = 1,
+    threads: CpuThreads = 1,
     alpha: Annotated[float, typer.Option(min=0.0001, max=0.5, help="error rate of each kind of comparison")] = 0.05,
     output: Annotated[Path, typer.Option(help="folder of the results; finished results are reused")] = Path(
         "robustness"
@@ -215,7 +214,7 @@ def _study(content: Mapping[str, Any], output: Path) -> Study:
 
 
 def evaluate_and_report(plan: StudyPlan) -> None:
-    """Evaluate every checkpoint that has no evaluation yet, compare them, and write the report.
+    """Evaluate every checkpoint that has no evaluation of these settings, inputs and code; compare, and report.
 
     Raises DeviceError, ModelError or ConfigError, before anything is written, if the device is not there or a
     checkpoint is no safe and complete model folder; DataError if the data set is malformed; ReceiptError if a pass did
@@ -224,7 +223,7 @@ def evaluate_and_report(plan: StudyPlan) -> None:
     from aqnpipe.artifacts.evaluations import evaluation_files
     from aqnpipe.comparison.stage import EvaluationInput, compare
     from aqnpipe.data.stage import prepare_data
-    from aqnpipe.device import resolve_device
+    from aqnpipe.evaluation.stage import evaluate, is_evaluated
     from aqnpipe.models.loading import checked_folder
     from aqnpipe.report.inputs import read_study
     from aqnpipe.report.stage import build_report
@@ -235,29 +234,19 @@ def evaluate_and_report(plan: StudyPlan) -> None:
     problems = {split: results / "data" / f"{split}.parquet" for split in plan.splits()}
     for split, path in problems.items():
         prepare_data(study.config.dataset.model_dump(), split, path)
-    with _progress(len(folders) * len(study.config.evaluation.passes())) as say:
+    num_passes, test, train = len(study.config.evaluation.passes()), problems["test"], problems.get("train")
+    with _progress(len(folders) * num_passes) as say:
         for name, folder in folders.items():
-            _evaluate(plan, name, folder, (problems["test"], problems.get("train")), say)
-    files = [evaluation_files(results, *checkpoint) for checkpoint in plan.evaluations()]
-    compare(study, [EvaluationInput(**vars(one)) for one in files], results, problems=problems["test"])
+            found = plan.evaluation_spec(model=CHECKPOINTS, arm=name, seed="0", step="0")
+            spec, files = EvaluationSpec.model_validate(found), evaluation_files(results, CHECKPOINTS, name, 0, 0)
+            if is_evaluated(spec, folder, files, test, train):
+                say(f"{CHECKPOINTS}/{name} : evaluated before with these settings", num_passes)
+            else:
+                files.table.parent.mkdir(parents=True, exist_ok=True)
+                evaluate(spec, folder, test, files, say, train)
+    evaluations = [evaluation_files(results, *checkpoint) for checkpoint in plan.evaluations()]
+    compare(study, [EvaluationInput(**vars(one)) for one in evaluations], results, problems=test)
     build_report(study, read_study(plan), results)
-
-
-def _evaluate(
-    plan: StudyPlan, name: str, folder: Path, problems: tuple[Path, Path | None], say: Callable[..., None]
-) -> None:
-    """Evaluate a checkpoint unless its evaluation is there, of these settings, inputs and code."""
-    from aqnpipe.artifacts.evaluations import evaluation_files
-    from aqnpipe.evaluation.stage import evaluate, is_evaluated
-
-    found = plan.evaluation_spec(model=CHECKPOINTS, arm=name, seed="0", step="0")
-    spec = EvaluationSpec.model_validate(found)
-    files = evaluation_files(Path(plan.results), CHECKPOINTS, name, 0, 0)
-    if is_evaluated(spec, folder, files, *problems):
-        say(f"{CHECKPOINTS}/{name} : evaluated before with these settings", len(spec.evaluation.passes()))
-        return
-    files.table.parent.mkdir(parents=True, exist_ok=True)
-    evaluate(spec, folder, problems[0], files, say, problems[1])
 
 
 @contextmanager

@@ -41,32 +41,30 @@ def init(folder: Annotated[Path, typer.Argument(help="new or empty folder")] = P
 def make_study_folder(folder: Path) -> None:
     """Write what a study needs into `folder`, completely or not at all. Raises StorageError if it is not empty."""
     try:
-        found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-        if found:
+        is_new = not folder.exists()
+        if found := [] if is_new else sorted(path.name for path in folder.iterdir()):
             listed = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
             raise StorageError(f"{folder}: found {listed}, expected a new or an empty folder")
-        _write(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".init-") as staged:
+                _write(Path(staged))
+                for path in sorted(Path(staged).iterdir()):
+                    path.rename(folder / path.name)
+        finally:
+            if is_new and not any(folder.iterdir()):
+                folder.rmdir()
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written ({error.strerror})") from error
 
 
 def _write(folder: Path) -> None:
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    staged = Path(tempfile.mkdtemp(dir=folder, prefix=".init-"))
-    try:
-        for name in ("config", "profiles"):
-            shutil.copytree(SHIPPED / name, staged / name, ignore=_NO_COPIES)
-        (staged / "Snakefile").write_text(_SNAKEFILE, encoding="utf-8")
-        for profile in sorted(path.name for path in (staged / "profiles").iterdir() if path.name != "default"):
-            # Snakemake looks for a profile by its name in the working directory.
-            (staged / profile).symlink_to(Path("profiles", profile))
-        for path in sorted(staged.iterdir()):
-            path.rename(folder / path.name)
-    finally:
-        shutil.rmtree(staged)
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
+    for name in ("config", "profiles"):
+        shutil.copytree(SHIPPED / name, folder / name, ignore=_NO_COPIES)
+    (folder / "Snakefile").write_text(_SNAKEFILE, encoding="utf-8")
+    for profile in sorted(path.name for path in (folder / "profiles").iterdir() if path.name != "default"):
+        # Snakemake looks for a profile by its name in the working directory.
+        (folder / profile).symlink_to(Path("profiles", profile))
 
 
 # As `python -m snakemake`, without a traceback at Ctrl-C while it starts.
@@ -94,16 +92,12 @@ def run(
     given = arguments or []
     study = study_among(given)
     command = [sys.executable, "-c", _START, *snakemake_arguments(given, study)]
-    _refuse_mistakes(given, study)
+    if "SNAKEMAKE_PROFILE" not in os.environ and not _options(given) & {*_NAME_A_STUDY, "--config", "-C"}:
+        # A mistake in the study, which Snakemake's workflow would take seconds to find. With these the study may have
+        # settings from elsewhere, which the workflow puts together.
+        open_study([Path(study) if study is not None else _DEFAULT_STUDY])
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 - Snakemake takes the place of this process, signals included
-
-
-def _refuse_mistakes(arguments: list[str], study: str | None) -> None:
-    """Raise AqnpipeError for a mistake in the study, as Snakemake's workflow would, which takes seconds to start."""
-    if "SNAKEMAKE_PROFILE" in os.environ or _options(arguments) & {*_NAME_A_STUDY, "--config", "-C"}:
-        return  # The study may have settings from elsewhere, which the workflow puts together.
-    open_study([Path(study) if study is not None else _DEFAULT_STUDY])
 
 
 def snakemake_arguments(arguments: list[str], study: str | None) -> list[str]:
@@ -128,11 +122,11 @@ def snakemake_arguments(arguments: list[str], study: str | None) -> list[str]:
 
 def study_among(arguments: list[str]) -> str | None:
     """Return the study among the arguments: the first of them, or a YAML file behind options and their values."""
-    is_first = bool(arguments) and not arguments[0].startswith("-")
-    if _options(arguments) <= _USUAL_OPTIONS and (is_first or not any(map(_is_yaml, arguments))):
-        return arguments[0] if is_first else None
+    first = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if _options(arguments) <= _USUAL_OPTIONS and (first or not any(map(_is_yaml, arguments))):
+        return first
     targets = _targets(arguments)
-    return arguments[0] if is_first else next(filter(_is_yaml, targets), None)
+    return first or next(filter(_is_yaml, targets), None)
 
 
 def _targets(arguments: list[str]) -> list[str]:

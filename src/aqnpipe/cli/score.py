@@ -1,4 +1,4 @@
-"""`aqnpipe score`: apply every scorer to the stored responses of a JSON Lines file or of an evaluation."""
+"""`aqnpipe score`: every scorer on stored responses; `aqnpipe check-published`: published figures, tested again."""
 
 import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, ValidationError
 
+from aqnpipe.cli.options import as_printed, console_of
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.custom_code import source_digest
 from aqnpipe.config.evaluation import Scorer, refuse_unknown_scorer
@@ -57,12 +58,11 @@ def score(
         Path,
         typer.Argument(
             help="JSON Lines file with response, gold_answer (or answer) and optionally question_id and "
-            "finish_reason, or an evaluation of a study (.parquet)",
+            "finish_reason, or an evaluation of a study (.parquet)"
         ),
     ],
     problems: Annotated[
-        Path | None,
-        typer.Option(help="questions of an evaluation; default: data/test.parquet in its results folder"),
+        Path | None, typer.Option(help="questions of an evaluation; default: data/test.parquet in its results folder")
     ] = None,
     scorer: Annotated[
         list[str] | None,
@@ -74,7 +74,10 @@ def score(
     json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Score stored responses with every scorer and list the responses on which scorers disagree."""
-    custom = custom_graders(scorer or ())
+    custom: dict[str, Grader] = {}
+    for name in scorer or ():
+        refuse_unknown_scorer(name)
+        custom[name] = grader(name, source_digest(name) if ":" in name else None)
     if transcripts.suffix == ".parquet":
         rows = read_evaluation(transcripts, problems)
     elif problems is not None:
@@ -83,15 +86,6 @@ def score(
         rows = read_transcripts(transcripts, numbers_only=custom.keys() <= {*NUMBER_SCORERS})
     scored = score_transcripts(str(transcripts), rows, custom)
     typer.echo(json_format.dumps(scored, indent=2, ensure_ascii=False) if json else "\n".join(_lines(scored)))
-
-
-def custom_graders(scorers: Sequence[str]) -> dict[str, Grader]:
-    """Return the graders of scorers and functions by name; ConfigError for one that is unknown or cannot be used."""
-    found: dict[str, Grader] = {}
-    for name in scorers:
-        refuse_unknown_scorer(name)
-        found[name] = grader(name, source_digest(name) if ":" in name else None)
-    return found
 
 
 def read_transcripts(path: Path, *, numbers_only: bool = True) -> list[Transcript]:
@@ -135,17 +129,12 @@ def read_evaluation(path: Path, problems: Path | None) -> list[Transcript]:
     unknown = joined.filter(pl.col("gold_answer").is_null())
     if not unknown.is_empty():
         raise DataError(f"{path}: question {unknown['question_id'][0]} is not in {problems}")
-    return [
-        Transcript(
-            place=f"noise {row['noise_level']:g} seed {row['noise_seed']} sample {row['sample']}",
-            group=f"noise {row['noise_level']:g} seed {row['noise_seed']}",
-            question_id=row["question_id"],
-            gold_answer=row["gold_answer"],
-            response=row["response"],
-            truncated=row["finish_reason"] == "length",
-        )
-        for row in joined.sort("noise_level", "noise_seed", "sample", maintain_order=True).iter_rows(named=True)
-    ]
+    found = []
+    for row in joined.sort("noise_level", "noise_seed", "sample", maintain_order=True).iter_rows(named=True):
+        group, cut = f"noise {row['noise_level']:g} seed {row['noise_seed']}", row["finish_reason"] == "length"
+        place, gold = f"{group} sample {row['sample']}", row["gold_answer"]
+        found.append(Transcript(place, group, row["question_id"], gold, row["response"], cut))
+    return found
 
 
 def score_transcripts(
@@ -173,7 +162,12 @@ def score_transcripts(
         "file": name,
         "responses": table.height,
         "groups": [
-            _group_result(str(group), members, list(graders))
+            {
+                "name": str(group),
+                "responses": members.height,
+                "truncated": None if members["truncated"].null_count() else members["truncated"].sum(),
+                "scorers": [_counts(scorer, members) for scorer in graders],
+            }
             for (group,), members in table.group_by("group", maintain_order=True)
         ],
         "agreement": [
@@ -227,19 +221,9 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _group_result(name: str, members: "pl.DataFrame", scorers: Sequence[str]) -> dict[str, Any]:
-    found = (
-        (scorer, members[f"correct_{scorer}"].sum(), members[f"answer_{scorer}"].null_count()) for scorer in scorers
-    )
-    return {
-        "name": name,
-        "responses": members.height,
-        "truncated": None if members["truncated"].null_count() else members["truncated"].sum(),
-        "scorers": [
-            {"scorer": scorer, "correct": correct, "accuracy": correct / members.height, "parse_failures": failures}
-            for scorer, correct, failures in found
-        ],
-    }
+def _counts(scorer: str, members: "pl.DataFrame") -> dict[str, Any]:
+    correct, failures = members[f"correct_{scorer}"].sum(), members[f"answer_{scorer}"].null_count()
+    return {"scorer": scorer, "correct": correct, "accuracy": correct / members.height, "parse_failures": failures}
 
 
 def _lines(scored: Mapping[str, Any]) -> Iterator[str]:
@@ -266,3 +250,34 @@ def _lines(scored: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {response['place']}{name}, gold {response['gold_answer']}: {answers}"
     if len(differing) > MAX_SHOWN:
         yield f"  and {len(differing) - MAX_SHOWN} more; --json prints all"
+
+
+def check_published(
+    published: Annotated[Path, typer.Argument(help="file of published figures, described in config/README.md")],
+    json: Annotated[bool, typer.Option("--json", help="print the whole check as JSON")] = False,
+) -> None:
+    """Test published figures again: which are possible, how precise they are, and which claims they support."""
+    from aqnpipe.published.check import check_published_file
+    from aqnpipe.report.claims import summary_line
+    from aqnpipe.report.published import published_detectable, published_tables
+    from aqnpipe.report.words import load_words
+
+    check = check_published_file(published)
+    if json:
+        typer.echo(check.model_dump_json(indent=2))
+        return
+    words, console = load_words("en"), console_of(stderr=False, width=160)
+    console.print(f"{check.title}\n{check.source}\n", markup=False)
+    claims, sentences, accuracies, series, losses = published_tables(check, words, {})
+    for table in (accuracies, losses, series, claims, sentences, published_detectable(check, words)):
+        if table.rows:
+            console.print(as_printed(table))
+    remarks = [f"- {one.id}: {words.of(remark)}" for one in check.claims for remark in (*one.deviations, *one.notes)]
+    impossible = words(
+        "published.num_impossible",
+        impossible=sum(not accuracy.possible for accuracy in check.accuracies),
+        accuracies=len(check.accuracies),
+    )
+    conclusion = words.paragraph([summary_line((claim.verdict for claim in check.claims), words), impossible])
+    for line in [*([words("published.remarks")] if remarks else []), *remarks, conclusion]:
+        console.print(line, markup=False)

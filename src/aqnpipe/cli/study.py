@@ -97,13 +97,25 @@ def check_results(study: Study, source: str) -> None:
 
 
 def _check_dataset(study: Study, source: str) -> None:
+    """Refuse questions that cannot be read; of a task that is not the user's own, only the harness is looked for."""
     dataset = study.config.dataset
-    if isinstance(dataset, LmEvalDataset):
-        _check_task(dataset, source)
-    if not isinstance(dataset, LocalDataset):
+    own_task = isinstance(dataset, LmEvalDataset) and dataset.include_path is not None
+    if isinstance(dataset, LmEvalDataset) and find_spec("lm_eval") is None:
+        raise ConfigError(
+            f"{source}: dataset.source: lm-evaluation-harness is not installed: pip install 'aqnpipe[lm-eval]'"
+        )
+    if not own_task and not isinstance(dataset, LocalDataset):
         return
     from aqnpipe.data.loader import load_problems
 
+    if isinstance(dataset, LmEvalDataset):
+        if not Path(dataset.include_path or "").is_dir():
+            raise ConfigError(
+                f"{source}: dataset.include_path: {dataset.include_path}: no such folder, expected one with tasks"
+            )
+        with _about(source):
+            load_problems(dataset, "test")
+        return
     with _about(f"{source}: dataset"):
         sizes = {split: len(load_problems(dataset, split)) for split in StudyPlan(study).splits()}
     if study.config.training and (expected := expected_validation_questions(study.config, sizes.get("test"))):
@@ -111,26 +123,8 @@ def _check_dataset(study: Study, source: str) -> None:
         raise ConfigError(f"{source}: training.validation_questions: found {asked}, expected {expected}")
 
 
-def _check_task(dataset: LmEvalDataset, source: str) -> None:
-    """Refuse a task that cannot be used: one of the user's own is loaded, of others only the harness is looked for."""
-    if find_spec("lm_eval") is None:
-        raise ConfigError(
-            f"{source}: dataset.source: lm-evaluation-harness is not installed: pip install 'aqnpipe[lm-eval]'"
-        )
-    if dataset.include_path is None:
-        return
-    from aqnpipe.data.loader import load_problems
-
-    if not Path(dataset.include_path).is_dir():
-        raise ConfigError(
-            f"{source}: dataset.include_path: {dataset.include_path}: no such folder, expected one with tasks"
-        )
-    with _about(source):
-        load_problems(dataset, "test")
-
-
-def _check_diagnoses(study: Study, source: str) -> None:
-    """Refuse diagnoses made elsewhere whose files are missing, or lack a sensitivity that sigmas need."""
+def _check_imported(study: Study, source: str) -> None:
+    """Refuse diagnoses and parities made elsewhere whose files are missing, or lack a sensitivity that sigmas need."""
     plan = StudyPlan(study)
     for model, machine in plan.diagnoses():
         where, paths = f"{source}: machines.{machine}.diagnosed_in", plan.imported_diagnosis(model, machine)
@@ -138,23 +132,18 @@ def _check_diagnoses(study: Study, source: str) -> None:
             raise ConfigError(f"{where}: found no {path}, expected a diagnosis of {model}")
         needing = [strategy for strategy in plan.strategies(model, machine) if strategy != "published"]
         if paths and needing:
-            _check_sensitivity(Path(paths[0]), needing[0], where)
+            from aqnpipe.artifacts.diagnoses import LayerTable
+            from aqnpipe.artifacts.files import read_table
 
-
-def _check_sensitivity(layers: Path, strategy: str, where: str) -> None:
-    from aqnpipe.artifacts.diagnoses import LayerTable
-    from aqnpipe.artifacts.files import read_table
-
-    with _about(where):
-        table = read_table(layers, LayerTable)
-    if table["sensitivity"].null_count():
-        raise ConfigError(f"{where}: {layers} has no sensitivity of the layers, which the sigmas {strategy} need")
-
-
-def _check_parities(study: Study, source: str) -> None:
-    for model, name, path in StudyPlan(study).all_parities():
-        machine = study.config.machines.get(name)
-        if machine is not None and machine.measured_in is not None and not Path(path).is_file():
+            with _about(where):
+                table = read_table(Path(paths[0]), LayerTable)
+            if table["sensitivity"].null_count():
+                raise ConfigError(
+                    f"{where}: {paths[0]} has no sensitivity of the layers, which the sigmas {needing[0]} need"
+                )
+    for model, name, path in plan.all_parities():
+        measured = study.config.machines.get(name)
+        if measured is not None and measured.measured_in is not None and not Path(path).is_file():
             raise ConfigError(
                 f"{source}: machines.{name}.measured_in: no file {path}, expected one that `aqnpipe parity --json` "
                 f"wrote of {model}"
@@ -325,8 +314,7 @@ def _check_modules_of(
 _CHECKS = (
     check_results,
     _check_dataset,
-    _check_diagnoses,
-    _check_parities,
+    _check_imported,
     _check_looks_and_trackers,
     check_custom_code,
     _check_files,

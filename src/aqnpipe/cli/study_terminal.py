@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from snakemake.settings.enums import Quietness
@@ -22,17 +23,8 @@ from snakemake_interface_logger_plugins.common import LogEvent
 from aqnpipe.errors import CONTINUES, STOPPED
 
 SHORT_RULES = frozenset(
-    {
-        "all",
-        "prepare_data",
-        "prepare_model",
-        "generate_layer_sigmas",
-        "compare",
-        "compare_losses",
-        "check_published",
-        "look",
-        "report",
-    }
+    {"all", "prepare_data", "prepare_model", "generate_layer_sigmas", "compare", "compare_losses", "look", "report"}
+    | {"check_published"}
 )
 """Rules whose jobs take seconds: no time is estimated for them."""
 
@@ -65,13 +57,7 @@ _OF_A_FAILED_JOB = (
     "WorkflowError:\nAt least one job did not complete",
 )
 _UNSHOWN_EVENTS = frozenset(
-    {
-        LogEvent.WORKFLOW_STARTED,
-        LogEvent.SHELLCMD,
-        LogEvent.RESOURCES_INFO,
-        LogEvent.RULEGRAPH,
-        LogEvent.GROUP_INFO,
-    }
+    {LogEvent.WORKFLOW_STARTED, LogEvent.SHELLCMD, LogEvent.RESOURCES_INFO, LogEvent.RULEGRAPH, LogEvent.GROUP_INFO}
 )
 _OUTCOMES = frozenset({LogEvent.JOB_ERROR, LogEvent.JOB_FINISHED})
 """Events that decide which jobs failed."""
@@ -138,18 +124,15 @@ class Progress:
         The mean seconds of each rule times its jobs, less what running jobs have done, over the number of jobs that ran
         at a time so far. Rules without a finished job, and those of `SHORT_RULES`, are not counted.
         """
-        known = {rule: sum(found) / len(found) for rule, found in self.seconds.items() if rule not in SHORT_RULES}
+        known = {rule: fmean(found) for rule, found in self.seconds.items() if rule not in SHORT_RULES}
         if not known or self.first is None or now <= self.first:
             return None
-        waiting = Counter({rule: count for rule, count in self.left.items() if rule not in SHORT_RULES and count > 0})
-        work = sum(known[rule] * count for rule, count in waiting.items() if rule in known)
-        for job in self.running.values():
-            work -= min(now - job.start, known.get(job.rule, 0.0))
-        busy = sum(sum(found) for found in self.seconds.values()) + sum(
-            now - job.start for job in self.running.values()
-        )
+        waiting = {rule: count for rule, count in self.left.items() if rule not in SHORT_RULES and count > 0}
+        running = [(known.get(job.rule, 0.0), now - job.start) for job in self.running.values()]
+        work = sum(known.get(rule, 0.0) * count for rule, count in waiting.items()) - sum(map(min, running))
+        busy = sum(map(sum, self.seconds.values())) + sum(seconds for _, seconds in running)
         at_a_time = max(busy / (now - self.first), 1.0)
-        return max(work, 0.0) / at_a_time, all(rule in known for rule in waiting)
+        return max(work, 0.0) / at_a_time, waiting.keys() <= known.keys()
 
 
 def duration(seconds: float) -> str:
@@ -180,10 +163,10 @@ def error_in_log(path: Path, otherwise: str = "") -> list[str]:
         ]
     except OSError as problem:
         return (otherwise or f"its log cannot be read ({problem.strerror})").splitlines()
-    for number in range(len(lines) - 1, -1, -1):
-        if lines[number].startswith("ERROR: "):
-            following = lines[number + 1 : number + 2]
-            return [lines[number].removeprefix("ERROR: "), *(line for line in following if line.startswith("next: "))]
+    errors = [number for number, line in enumerate(lines) if line.startswith("ERROR: ")]
+    if errors:
+        error, *following = lines[errors[-1] : errors[-1] + 2]
+        return [error.removeprefix("ERROR: "), *(line for line in following if line.startswith("next: "))]
     if any(line.startswith("Traceback (most recent call last)") for line in lines):
         return [lines[-1]]
     return (otherwise or _NO_ERROR).splitlines()
@@ -205,7 +188,10 @@ class StudyLines:
         event, found = getattr(record, "event", None), record.__dict__
         match event:
             case LogEvent.RUN_INFO:
-                yield from self._begin(found["stats"])
+                stats = found["stats"]
+                self._progress.left = Counter({rule: count for rule, count in stats.items() if rule != "total"})
+                rules = ", ".join(f"{rule} {count}" for rule, count in stats.items() if rule not in ("total", "all"))
+                yield f"{stats['total']} jobs: {rules}"
             case LogEvent.JOB_STARTED:
                 self._all_start = not self._progress.running and len(found["jobs"]) <= _MOST_STARTS
             case LogEvent.JOB_INFO:
@@ -228,11 +214,6 @@ class StudyLines:
                 elif event not in _UNSHOWN_EVENTS and not _is_noise(record):
                     yield record.getMessage().rstrip()
 
-    def _begin(self, stats: dict[str, int]) -> Iterator[str]:
-        self._progress.left = Counter({rule: count for rule, count in stats.items() if rule != "total"})
-        rules = ", ".join(f"{rule} {count}" for rule, count in stats.items() if rule not in ("total", "all"))
-        yield f"{stats['total']} jobs: {rules}"
-
     def _start(self, found: dict[str, Any]) -> Iterator[str]:
         text = found["rule_msg"] or found["rule_name"]
         job = Started(found["rule_name"], text, self._clock())
@@ -253,10 +234,8 @@ class StudyLines:
         started = self._progress.running.pop(found["jobid"], None)
         text = found["rule_name"] if started is None else started.text
         # In these records `rule_msg` is not the message of the rule but that of the executor.
-        self._failed[found["jobid"]] = Failed(
-            text, tuple(found["log"]), (found["rule_msg"] or "").strip() or self._reason
-        )
-        self._reason = ""
+        reason, self._reason = (found["rule_msg"] or "").strip() or self._reason, ""
+        self._failed[found["jobid"]] = Failed(text, tuple(found["log"]), reason)
         yield f"failed: {text}; the error follows at the end"
 
     def closing(self) -> Iterator[str]:

@@ -1,19 +1,23 @@
-"""`aqnpipe diagnose`: diagnose a device or all devices of a node with any model, without a study."""
+"""`aqnpipe diagnose`: diagnose a device or all devices of a node with any model, without a study.
 
-import os
+A diagnosis, the report of a node and the changes between two reports are text of at most 80 columns.
+"""
+
+import itertools
 import re
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
+from aqnpipe.cli.diagnose.worker import Order
 from aqnpipe.cli.options import (
-    ModelSource,
     check_folder,
     check_writable,
     console_of,
@@ -21,6 +25,7 @@ from aqnpipe.cli.options import (
     given_options,
     load,
     parse_devices,
+    table_of,
     usable_device,
     word_problems,
 )
@@ -28,37 +33,18 @@ from aqnpipe.config.base import LARGEST_SEED, MOST_THREADS
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
 from aqnpipe.config.fault_spec import AnyFault, CollectiveFault, format_fault, parse_fault_of_node
 from aqnpipe.config.model import Attention, Dtype, read_json_object
-from aqnpipe.config.noise import Fault
 from aqnpipe.errors import ConfigError, DataError, ModelError
+from aqnpipe.report.numbers import number_ranges
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
-    from aqnpipe.artifacts.diagnoses import DiagnosisFile, NodeReport, Outcome
-    from aqnpipe.cli.diagnose.worker import Order
+    from aqnpipe.artifacts.diagnoses import DeviceReport, DiagnosisFile, LocatedFault, NodeReport, Rate, SiteRate
+    from aqnpipe.artifacts.hardware import Hardware
+    from aqnpipe.diagnosis.node_comparison import Comparison
+
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Where reports, logs and reproducers go. No folder is made that does not exist."""
-
-    json: Path | None
-    history: Path | None
-    logs: Path | None
-    reproducer: Path | None
-
-    def check(self) -> None:
-        """Raise StorageError unless everything can be written."""
-        check_writable("--json", self.json)
-        for option, folder in (
-            ("--history", self.history),
-            ("--logs", self.logs),
-            ("--reproducer", self.reproducer),
-        ):
-            if folder is not None:
-                check_folder(option, folder)
 
 
 def diagnose(
@@ -119,21 +105,30 @@ def diagnose(
         raise ConfigError("diagnose: MODEL is missing, expected a folder, a hub id or `tiny`")
     if {"device", "devices"} <= given:
         raise ConfigError("diagnose: found --device and --devices, expected one of the two")
-    config = DiagnosisConfig(num_prompts=prompts, threads=threads, seed=seed)
     faults = tuple(parse_fault_of_node(spec) for spec in fault or ())
-    outputs = Outputs(json=json, history=history, logs=logs, reproducer=reproducer)
-    outputs.check()
-    if given & {"devices", "duration", "history", "logs"}:
-        names = parse_devices("--devices", devices) if devices is not None else parse_devices("--device", device)
-        _check_ranks(faults, names)
-        seconds = None if duration is None else parse_duration(duration)
-        source = find_model(model, dtype, attention, random_weights=random_weights)
-        _leave(diagnose_node(source, names, seconds, method, config, faults, outputs).verdict)
-    _check_ranks(faults, (device,))
-    target = usable_device(device)
-    source = find_model(model, dtype, attention, random_weights=random_weights)
-    inside = tuple(found for found in faults if isinstance(found, Fault))
-    _leave(diagnose_here(source, target, method, config, inside, outputs).verdict)
+    check_writable("--json", json)
+    for option, folder in (("--history", history), ("--logs", logs), ("--reproducer", reproducer)):
+        if folder is not None:
+            check_folder(option, folder)
+    on_node = bool(given & {"devices", "duration", "history", "logs"})
+    if devices is not None:
+        names = parse_devices("--devices", devices)
+    else:
+        names = parse_devices("--device", device) if on_node else (device,)
+    _check_ranks(faults, names)
+    seconds = None if duration is None else parse_duration(duration)
+    if not on_node:
+        usable_device(device)
+    order = Order(
+        device=names[0],
+        model=find_model(model, dtype, attention, random_weights=random_weights),
+        method=method,
+        config=DiagnosisConfig(num_prompts=prompts, threads=threads, seed=seed),
+        faults=faults,
+        duration_seconds=seconds,
+        reproducer=reproducer,
+    )
+    raise typer.Exit(diagnose_node(order, names, json, history, logs) if on_node else diagnose_here(order, json))
 
 
 def parse_duration(text: str) -> float:
@@ -156,19 +151,12 @@ def _check_ranks(faults: Sequence[AnyFault], devices: Sequence[str]) -> None:
             )
 
 
-def _leave(verdict: "Outcome") -> NoReturn:
-    from aqnpipe.artifacts.diagnoses import EXIT_CODES
-
-    raise typer.Exit(EXIT_CODES[verdict])
-
-
 def _compare(paths: tuple[Path, Path], others: set[str]) -> NoReturn:
     """Print what changed between two files of `aqnpipe diagnose`; exit code as in `Comparison`."""
     if others:
         raise ConfigError(
             f"--compare: found {', '.join(sorted(others))} beside it, expected two files and nothing else"
         )
-    from aqnpipe.cli.diagnose.show import show_comparison
     from aqnpipe.diagnosis.node_comparison import compare_nodes
 
     comparison = compare_nodes(*(read_report(path) for path in paths))
@@ -176,83 +164,71 @@ def _compare(paths: tuple[Path, Path], others: set[str]) -> NoReturn:
     raise typer.Exit(comparison.exit_code)
 
 
-def diagnose_here(
-    source: ModelSource,
-    device: "torch.device",
-    method: DiagnosisMethod,
-    config: DiagnosisConfig,
-    faults: tuple[Fault, ...],
-    outputs: Outputs,
-) -> "DiagnosisFile":
-    """Diagnose `device`, print what was found and write it where `outputs` asks for it."""
+def diagnose_here(order: Order, json: Path | None) -> int:
+    """Diagnose a device in this process, print what was found, write it to `json`, and return the exit code."""
     import torch
 
+    from aqnpipe.artifacts.diagnoses import EXIT_CODES
     from aqnpipe.artifacts.files import write_json
-    from aqnpipe.cli.diagnose.show import show_diagnosis
-    from aqnpipe.diagnosis.api import diagnose
 
-    torch.set_num_threads(config.threads)
-    console = console_of(stderr=True)
+    torch.set_num_threads(order.config.threads)
+    device, console = torch.device(order.device), console_of(stderr=True)
     with console.status("loading") as status:
-        file = diagnose(
-            load(source, device, config.seed),
-            method=method,
-            prompt_ids=word_problems(source, config.num_prompts, device),
-            faults=faults,
-            name=source.name,
-            weights=None if source.random_weights else source.folder,
-            reproducer=outputs.reproducer,
-            show_progress=status.update,
-            **config.model_dump(),
-        )
-    if outputs.json is not None:
-        write_json(outputs.json, file)
-        console.print(f"written: {outputs.json}")
+        model = load(order.model, device, order.config.seed)
+        prompts = word_problems(order.model, order.config.num_prompts, device)
+        file = order.diagnose(model, order.config, prompts, status.update)
+    if json is not None:
+        write_json(json, file)
+        console.print(f"written: {json}")
     show_diagnosis(file)
-    return file
+    return EXIT_CODES[file.verdict]
 
 
 def diagnose_node(
-    source: ModelSource,
-    devices: Sequence[str],
-    duration_seconds: float | None,
-    method: DiagnosisMethod,
-    config: DiagnosisConfig,
-    faults: tuple[AnyFault, ...],
-    outputs: Outputs,
-) -> "NodeReport":
-    """Diagnose `devices` in parallel, print what was found and write it where `outputs` asks for it."""
+    order: Order, devices: Sequence[str], json: Path | None, history: Path | None, logs: Path | None
+) -> int:
+    """Diagnose `devices` in parallel, print what was found, write it to `json` and into `history`.
+
+    Returns the exit code.
+    """
     from aqnpipe.artifacts.diagnoses import EXIT_CODES, NodeReport, worst
+    from aqnpipe.artifacts.files import write_json
     from aqnpipe.artifacts.provenance import versions
     from aqnpipe.cli.diagnose.node import diagnose_devices
-    from aqnpipe.cli.diagnose.show import show_node
 
-    def orders(folder: Path) -> "list[Order]":
-        return make_orders(folder, source, devices, duration_seconds, method, config, faults, outputs.reproducer)
-
-    started, clock = datetime.now(UTC), time.monotonic()
-    with console_of(stderr=True).status("starting") as status:
-        reports, collectives = diagnose_devices(orders, outputs.logs, status.update)
-    outcomes = [report.verdict for report in reports]
-    verdict = worst(outcomes if collectives.verdict is None else [*outcomes, collectives.verdict])
+    started, clock, console = datetime.now(UTC), time.monotonic(), console_of(stderr=True)
+    with console.status("starting") as status:
+        reports, collectives = diagnose_devices(order, devices, logs, status.update)
+    verdict = worst(filter(None, [*(report.verdict for report in reports), collectives.verdict]))
     node = NodeReport(
         time=started,
         host=socket.gethostname(),
         verdict=verdict,
         exit_code=EXIT_CODES[verdict],
-        model=source.name,
-        dtype=source.dtype,
-        attention=source.attention,
-        method=method,
-        seed=config.seed,
+        model=order.model.name,
+        dtype=order.model.dtype,
+        attention=order.model.attention,
+        method=order.method,
+        seed=order.config.seed,
         versions=versions(),
         seconds=round(time.monotonic() - clock, 2),
         devices=tuple(reports),
         collectives=collectives,
     )
-    _write(node, outputs)
+    for target in (json, history and _place_in_history(history, node)):
+        if target is not None:
+            write_json(target, node)
+            console.print(f"written: {target}", soft_wrap=True)
     show_node(node)
-    return node
+    return node.exit_code
+
+
+def _place_in_history(folder: Path, node: "NodeReport") -> Path:
+    """Return a new path of the form HOST_20261122T183000Z.json; a number follows if there is one of this second."""
+    host = re.sub(r"[^\w.-]", "-", node.host)
+    name = f"{host}_{node.time:%Y%m%dT%H%M%SZ}"
+    further = (folder / f"{name}-{number}.json" for number in itertools.count(2))
+    return next(path for path in itertools.chain([folder / f"{name}.json"], further) if not path.exists())
 
 
 def read_report(path: Path) -> "NodeReport":
@@ -265,57 +241,181 @@ def read_report(path: Path) -> "NodeReport":
         content = read_json_object(path)
     except ModelError as error:
         raise DataError(f"{error}, expected a file of `aqnpipe diagnose`") from error
-    if "devices" in content:
-        return read_json(path, NodeReport)
-    return node_of(read_json(path, DiagnosisFile))
+    return read_json(path, NodeReport) if "devices" in content else node_of(read_json(path, DiagnosisFile))
 
 
-def make_orders(
-    folder: Path,
-    source: ModelSource,
-    devices: Sequence[str],
-    duration_seconds: float | None,
-    method: DiagnosisMethod,
-    config: DiagnosisConfig,
-    faults: tuple[AnyFault, ...],
-    reproducer: Path | None = None,
-) -> "list[Order]":
-    """Return the orders of `devices`, whose reports are numbered files in `folder`."""
-    from aqnpipe.cli.diagnose.worker import Order
+_SHOWN_SCANS = ("gain", "kurtosis", "instability")
+_STYLES = {"healthy": "bold green", "fault": "bold red", "abstain": "bold yellow", "error": "bold yellow"}
 
-    return [
-        Order(
-            device=device,
-            model=source,
-            method=method,
-            config=config,
-            faults=faults,
-            duration_seconds=duration_seconds,
-            report=folder / f"{number}.json",
-            reproducer=None if reproducer is None else reproducer / f"{number}.{device.replace(':', '-')}",
-            parent=os.getpid(),
+
+def show_diagnosis(file: "DiagnosisFile") -> None:
+    """Print verdict, faults and layers on standard output."""
+    console = console_of(stderr=False)
+    console.print(Text(file.verdict.upper(), _STYLES[file.verdict]), f"{file.model} on {file.device}, {file.dtype}")
+    console.print(Text(file.reason))
+    for line in next_steps(file):
+        console.print(Text(line))
+    show_faults(console, file.faults)
+    layers = table_of("Layers", left=("layer", "faulty sites"), right=("probed", "deviation", *_SHOWN_SCANS))
+    for layer in file.layers:
+        probed, scans = ["", "", ""], layer.scans or {}
+        if layer.sites_probed:
+            deviation = "not finite" if layer.largest_deviation is None else f"{layer.largest_deviation:.2g}"
+            probed = [", ".join(layer.faulty_sites), f"{layer.elements_probed:,}", deviation]
+        shown = [f"{value:.3g}" if isinstance(value := scans.get(key), float) else "" for key in _SHOWN_SCANS]
+        layers.add_row(str(layer.layer), *probed, *shown)
+    console.print(layers)
+    cost = f"cost: {file.forward_equivalents:.1f} whole-model forwards ({file.exact_forward_equivalents:.1f} exact, "
+    console.print(Text(f"{cost}{file.statistical_forward_equivalents:.1f} statistical), {file.seconds:.1f} s"))
+
+
+def show_node(report: "NodeReport") -> None:
+    """Print a table of devices, then what is wrong with each and how often."""
+    console = console_of(stderr=False)
+    healthy = sum(device.verdict == "healthy" for device in report.devices)
+    console.print(
+        Text(report.verdict.upper(), _STYLES[report.verdict]),
+        f"{report.host}: {healthy} of {len(report.devices)} devices healthy; {report.model}, {report.dtype}",
+    )
+    devices = table_of("Devices", left=("device", "name", "verdict"), right=("runs", "faults", "°C", "s"))
+    for device in report.devices:
+        celsius = device.temperature_after_celsius
+        devices.add_row(
+            device.device,
+            device.hardware.name if device.hardware else "?",
+            device.verdict,
+            str(len(device.repetition.runs)) if device.repetition else "",
+            str(len(device.faults)),
+            "" if celsius is None else f"{celsius:.0f}",
+            f"{device.seconds:.0f}",
         )
-        for number, device in enumerate(devices)
+    console.print(devices)
+    for device in report.devices:
+        _show_device(console, device)
+    for line in (*untested_lines(report.devices), *collective_lines(report)):
+        console.print(Text(line))
+
+
+def show_comparison(comparison: "Comparison") -> None:
+    """Print the changes between two reports, one line each."""
+    console = console_of(stderr=False)
+    for line in comparison.lines:
+        console.print(Text(line))
+    console.print(Text(comparison.summary))
+
+
+def next_steps(file: "DiagnosisFile") -> list[str]:
+    """Return what to do about a fault: which card, what to report, and what was computed on it; nothing without one."""
+    if file.verdict != "fault":
+        return []
+    if file.simulated_faults:
+        return ["The fault is simulated; nothing follows for this device."]
+    proof = "the files of --reproducer" if file.kernels else "the file of --json (no kernel is known)"
+    return [
+        f"Take this device out of service: {_identity(file.hardware)}.",
+        f"Report to its vendor: these numbers, the line on the kernel above, and {proof}.",
+        "Weights trained on it since its last healthy diagnosis are in doubt; training.verify stops such runs.",
     ]
 
 
-def _write(node: "NodeReport", outputs: Outputs) -> None:
-    from aqnpipe.artifacts.files import write_json
+def collective_lines(report: "NodeReport") -> list[str]:
+    """Return what was found between the devices, and what to do about it; nothing for files of earlier versions."""
+    found = report.collectives
+    if found is None:
+        return []
+    if found.verdict is None:
+        return [f"not tested: collectives between devices ({found.reason})"]
+    lines = [f"collectives: {found.verdict}: {found.reason}", *(fault.in_words for fault in found.faults)]
+    if found.simulated_faults:
+        return [*lines, "The fault is simulated; nothing follows for this node."]
+    if found.verdict == "fault":
+        lines.append(
+            "Train on one device of this node at a time. Where each is healthy, report these numbers, driver and links "
+            "to the vendor. Weights trained over several since the last healthy diagnosis are in doubt."
+        )
+    return lines
 
-    targets = [] if outputs.json is None else [outputs.json]
-    if outputs.history is not None:
-        targets.append(_place_in_history(outputs.history, node))
-    for target in targets:
-        write_json(target, node)
-        console_of(stderr=True).print(f"written: {target}", soft_wrap=True)
+
+def _identity(hardware: "Hardware") -> str:
+    known = {"UUID": hardware.uuid, "serial number": hardware.serial, "slot": hardware.slot, "driver": hardware.driver}
+    return ", ".join([hardware.name, *(f"{name} {value}" for name, value in known.items() if value)])
 
 
-def _place_in_history(folder: Path, node: "NodeReport") -> Path:
-    """Return a new path of the form HOST_20261122T183000Z.json; a number follows if there is one of this second."""
-    host = re.sub(r"[^\w.-]", "-", node.host)
-    name = f"{host}_{node.time:%Y%m%dT%H%M%SZ}"
-    number, path = 1, folder / f"{name}.json"
-    while path.exists():
-        number += 1
-        path = folder / f"{name}-{number}.json"
-    return path
+def show_faults(console: Console, faults: "Sequence[LocatedFault]") -> None:
+    """Print a table of faults, if there are any."""
+    if not faults:
+        return
+    table = table_of("Faults", left=("layer", "site", "type"), right=("channels", "magnitude", "threshold"))
+    for fault in faults:
+        faulty = fault.num_faulty_channels
+        channels = "?" if faulty is None else f"{faulty} of {fault.num_channels}"
+        magnitude = "?" if fault.magnitude is None else f"{fault.magnitude:.3g}"
+        elsewhere = "device" if fault.scope == "device" else ""
+        layer = elsewhere if fault.layer is None else str(fault.layer)
+        table.add_row(layer, fault.site, fault.type, channels, magnitude, fault.threshold or "")
+    console.print(table)
+    for fault in faults:
+        if lines := evidence_in_bits(fault):
+            console.print(Text(f"{_where(fault)}: {'; '.join(lines)}"))
+
+
+def evidence_in_bits(fault: "LocatedFault") -> list[str]:
+    """Return what is known of a fault in terms of hardware: values in hex, flipped bits, rate, place in the tile."""
+    lines = []
+    if bits := fault.bits:
+        flipped = ", ".join(f"{bit} ({count})" for bit, count in sorted(bits.flipped.items()))
+        lines.append(f"expected {bits.expected}, observed {bits.observed}, XOR {bits.xor_mask}")
+        lines.append(f"bits flipped in {bits.values} wrong values: {flipped}")
+    if fault.rate_per_call is not None and fault.calls is not None:
+        wrong = round(fault.rate_per_call * fault.calls)
+        lines.append(f"wrong in {wrong} of {fault.calls} compared calls; not every probe shows every fault")
+    if tile := fault.tile:
+        lines.append(f"channels {number_ranges(tile.offsets)} modulo {tile.width}")
+    if fault.layer is None and fault.layers:
+        lines.append(f"seen in layers {number_ranges(fault.layers)}")
+    return lines
+
+
+def untested_lines(devices: "Sequence[DeviceReport]") -> list[str]:
+    """Return the untested parts, one line per reason; a line that does not hold for every device names its device."""
+    lines = {device.device: _untested_on(device) for device in devices}
+    shared = [line for line in _untested_on(devices[0]) if all(line in own for own in lines.values())]
+    others = [f"{name}: not tested: {line}" for name, own in lines.items() for line in own if line not in shared]
+    return [f"not tested: {line}" for line in shared] + others
+
+
+def _untested_on(device: "DeviceReport") -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for item in device.untested:
+        layers = f" of layers {number_ranges(item.layers)}" if item.layers else ""
+        by_reason.setdefault(item.reason, []).append(f"{item.part}{layers}")
+    return [f"{', '.join(parts)} ({reason})" for reason, parts in by_reason.items()]
+
+
+def _show_device(console: Console, device: "DeviceReport") -> None:
+    found = device.repetition
+    if device.verdict != "healthy":
+        kernels = "; ".join(kernel.in_words for kernel in device.kernels)
+        card = f"{_identity(device.hardware)}: " if device.hardware else ""
+        console.print(Text(f"{device.device}: {card}{kernels or device.reason}"))
+    show_faults(console, device.faults)
+    if found:
+        for site in found.sites:
+            console.print(f"{device.device}: {_where(site)}: {_rate(site.rate)}")
+        elsewhere = "elsewhere" if found.sites else "at any site"
+        console.print(f"{device.device}: faults {elsewhere}: {_rate(found.any_other_site)}")
+        if found.interrupted:
+            console.print(f"{device.device}: interrupted; the runs above were complete")
+    if device.log is not None:
+        console.print(Text(f"{device.device}: log {device.log}"), soft_wrap=True)
+
+
+def _rate(rate: "Rate") -> str:
+    bound = f"at most {rate.high:.2g}" if not rate.seen else f"{rate.low:.2g} to {rate.high:.2g}"
+    return f"in {rate.seen} of {rate.runs} runs (95 %: {bound})"
+
+
+def _where(fault: "LocatedFault | SiteRate") -> str:
+    if fault.layer is not None:
+        return f"layer {fault.layer}, {fault.site}"
+    return f"whole device, {fault.site}" if fault.scope == "device" else fault.site

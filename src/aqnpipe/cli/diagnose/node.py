@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from aqnpipe.artifacts.diagnoses import Collectives, DeviceReport, Outcome
 from aqnpipe.artifacts.files import read_json
@@ -31,14 +30,14 @@ _MODULE = "aqnpipe.cli.diagnose.worker"
 
 
 class Worker:
-    """The process of one device, with its order, report and log in `folder`."""
+    """The process of one device, with its order, report and log."""
 
-    def __init__(self, order: Order, log: Path) -> None:
+    def __init__(self, order: Order, logs: Path) -> None:
         self.order = order
-        self.log = log
+        self.log = logs / f"{order.report.stem}.{order.device.replace(':', '-')}.log"
         path = order.report.with_suffix(".order.json")
         path.write_text(order.model_dump_json(), encoding="utf-8")
-        with log.open("wb") as output:
+        with self.log.open("wb") as output:
             # A session of its own: Ctrl-C reaches the parent alone, which passes it on once.
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, a module of this package
                 [sys.executable, "-m", _MODULE, str(path)],
@@ -53,38 +52,30 @@ class Worker:
         """Return the exit code, below 0 after a signal; None if the process has not ended yet."""
         return self._process.poll()
 
-    @property
-    def running(self) -> bool:
-        """Return whether the process has not ended yet."""
-        return self.code is None
-
     def interrupt(self) -> None:
         """Ask the process to report what it has found and to end."""
-        if self.running:
-            self._process.send_signal(signal.SIGINT)
+        self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
         """End the process at once, if it still runs."""
-        if self.running:
-            self._process.kill()
+        self._process.kill()
         self._process.wait()
 
     def report(self, *, interrupted: bool) -> DeviceReport:
         """Return what the process reported. A process that failed is an error, unless it had found a fault before."""
         code = self._process.wait()
         found = read_json(self.order.report, DeviceReport) if self.order.report.is_file() else None
-        if interrupted and code < 0:
-            return _as_interrupted(found) if found else self._without_report("abstain", INTERRUPTED)
-        if code == 0 and found is not None:
-            return found
-        reason = self.last_words()
+        ended = interrupted and code < 0
         if found is None:
-            return self._without_report("error", reason)
-        verdict: Outcome = "fault" if found.verdict == "fault" else "error"
-        return found.model_copy(update={"verdict": verdict, "reason": f"{found.reason}; then: {reason}"})
-
-    def _without_report(self, verdict: Outcome, reason: str) -> DeviceReport:
-        return DeviceReport(device=self.order.device, hardware=None, verdict=verdict, reason=reason)
+            verdict: Outcome = "abstain" if ended else "error"
+            reason = INTERRUPTED if ended else self.last_words()
+            return DeviceReport(device=self.order.device, hardware=None, verdict=verdict, reason=reason)
+        if ended and found.repetition:
+            return found.model_copy(update={"repetition": found.repetition.model_copy(update={"interrupted": True})})
+        if ended or code == 0:
+            return found
+        verdict = "fault" if found.verdict == "fault" else "error"
+        return found.model_copy(update={"verdict": verdict, "reason": f"{found.reason}; then: {self.last_words()}"})
 
     def last_line(self) -> str:
         """Return the last line of the log."""
@@ -101,23 +92,28 @@ class Worker:
 
 
 def diagnose_devices(
-    orders: Callable[[Path], Sequence[Order]], logs: Path | None, show_progress: Callable[[str], None]
+    order: Order, devices: Sequence[str], logs: Path | None, show_progress: Callable[[str], None]
 ) -> tuple[list[DeviceReport], Collectives]:
-    """Carry out the orders, which `orders` returns for a folder of reports, at the same time, then compare collectives.
+    """Carry out the order on all devices at the same time, then compare the collectives between them.
 
     logs: folder of the logs, `N.DEVICE.log`. Without one they are kept, in a temporary folder, only if a device could
     not be diagnosed. SIGINT or SIGTERM ends the work with what was found so far; a second one ends it at once.
     """
     folder = Path(tempfile.mkdtemp(prefix="aqnpipe-diagnose-"))
+    ordered = [_of_device(order, number, device, folder) for number, device in enumerate(devices)]
     keep = logs is not None
     try:
-        ordered = orders(folder)
         with _started(ordered, logs or folder) as (workers, interrupted):
-            while running := sum(worker.running for worker in workers):
+            while running := sum(worker.code is None for worker in workers):
                 show_progress(f"{running} of {len(workers)} devices at work")
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
             reports = [worker.report(interrupted=bool(interrupted)) for worker in workers]
-        collectives = _compare_ranks(ordered, reports, logs or folder, show_progress, interrupted=bool(interrupted))
+        reason = "interrupted" if interrupted else _why_not_compared(devices, reports)
+        if reason:
+            collectives = Collectives(verdict=None, reason=reason)
+        else:
+            show_progress(f"collectives between {len(devices)} devices")
+            collectives = _compare_ranks(ordered, logs or folder)
         keep = keep or any(report.verdict == "error" or "; then: " in report.reason for report in reports)
         keep = keep or collectives.verdict == "error"
         return [
@@ -129,47 +125,45 @@ def diagnose_devices(
             shutil.rmtree(folder)
 
 
+def _of_device(order: Order, number: int, device: str, folder: Path) -> Order:
+    """Return the order of one of the devices, with a numbered report in `folder`."""
+    reproducer = order.reproducer and order.reproducer / f"{number}.{device.replace(':', '-')}"
+    return order.model_copy(update={"device": device, "report": folder / f"{number}.json", "reproducer": reproducer})
+
+
 @contextmanager
 def _started(orders: Sequence[Order], logs: Path) -> Iterator[tuple[list[Worker], list[int]]]:
-    """Start a process per order; yield them and the signals that came. In the end none of them runs."""
+    """Start a process per order; yield them and the signals that came. In the end none of them runs.
+
+    The first SIGINT or SIGTERM of the body is passed on to the processes as a SIGINT; a second one ends them at once.
+    """
     workers: list[Worker] = []
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def pass_on(number: int, frame: object) -> None:
+        came.append(number)
+        restore()
+        for worker in workers:
+            worker.interrupt()
+
     try:
-        with _passed_on(workers) as interrupted:
-            for order in orders:
-                workers.append(Worker(order, logs / f"{order.report.stem}.{order.device.replace(':', '-')}.log"))
-            if interrupted:  # before the last ones were started
-                for worker in workers:
-                    worker.interrupt()
-            yield workers, interrupted
+        for number in before:
+            signal.signal(number, pass_on)
+        for order in orders:
+            workers.append(Worker(order, logs))
+        if came:  # before the last ones were started
+            for worker in workers:
+                worker.interrupt()
+        yield workers, came
     finally:
+        restore()
         for worker in workers:
             worker.kill()
-
-
-def _compare_ranks(
-    orders: Sequence[Order],
-    reports: Sequence[DeviceReport],
-    logs: Path,
-    show_progress: Callable[[str], None],
-    *,
-    interrupted: bool,
-) -> Collectives:
-    """Run a process per device again, as ranks of one group, and return what they found."""
-    if reason := "interrupted" if interrupted else _why_not_compared([order.device for order in orders], reports):
-        return Collectives(verdict=None, reason=reason)
-    count = len(orders)
-    show_progress(f"collectives between {count} devices")
-    ranks = [
-        order.model_copy(update={"rank": rank, "num_ranks": count, "report": order.report.with_stem(f"rank{rank}")})
-        for rank, order in enumerate(orders)
-    ]
-    with _started(ranks, logs) as (workers, signals):
-        problem = _wait_for_ranks(workers, signals)
-    if signals:
-        return Collectives(verdict=None, reason="interrupted")
-    if problem:
-        return Collectives(verdict="error", reason=problem)
-    return of_all_ranks([read_json(order.report, Collectives) for order in ranks])
 
 
 def _why_not_compared(devices: Sequence[str], reports: Sequence[DeviceReport]) -> str | None:
@@ -182,10 +176,27 @@ def _why_not_compared(devices: Sequence[str], reports: Sequence[DeviceReport]) -
     return f"{', '.join(failed)} could not be diagnosed" if failed else None
 
 
+def _compare_ranks(orders: Sequence[Order], logs: Path) -> Collectives:
+    """Run a process per device again, as ranks of one group, and return what they found."""
+    ranks = [
+        order.model_copy(
+            update={"rank": rank, "num_ranks": len(orders), "report": order.report.with_stem(f"rank{rank}")}
+        )
+        for rank, order in enumerate(orders)
+    ]
+    with _started(ranks, logs) as (workers, signals):
+        problem = _wait_for_ranks(workers, signals)
+    if signals:
+        return Collectives(verdict=None, reason="interrupted")
+    if problem:
+        return Collectives(verdict="error", reason=problem)
+    return of_all_ranks([read_json(order.report, Collectives) for order in ranks])
+
+
 def _wait_for_ranks(workers: Sequence[Worker], signals: Sequence[int]) -> str | None:
     """Wait for the ranks to end; return why they cannot, if one has failed or none goes on. Stop at a signal."""
     written, since = [0], time.monotonic()
-    while not signals and any(worker.running for worker in workers) and not any(worker.code for worker in workers):
+    while not signals and None in (codes := [worker.code for worker in workers]) and not any(codes):
         now = [worker.log.stat().st_size for worker in workers]
         written, since = now, since if now == written else time.monotonic()
         if time.monotonic() - since > _SECONDS_WITHOUT_PROGRESS:
@@ -195,32 +206,3 @@ def _wait_for_ranks(workers: Sequence[Worker], signals: Sequence[int]) -> str | 
     # A rank that a signal ended comes first: the others failed because they missed it.
     failed = sorted((worker for worker in workers if worker.code), key=lambda worker: worker.code or 0)
     return f"rank {failed[0].order.rank}: {failed[0].last_words()}" if failed else None
-
-
-@contextmanager
-def _passed_on(workers: Sequence[Worker]) -> Iterator[list[int]]:
-    """Pass the first SIGINT or SIGTERM of the body on to the workers as a SIGINT; yield the signals that came."""
-    came: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        _restore()
-        for worker in workers:
-            worker.interrupt()
-
-    def _restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    for number in before:
-        signal.signal(number, pass_on)
-    try:
-        yield came
-    finally:
-        _restore()
-
-
-def _as_interrupted(report: DeviceReport) -> DeviceReport:
-    runs = report.repetition.model_copy(update={"interrupted": True}) if report.repetition else None
-    return report.model_copy(update={"repetition": runs})

@@ -8,13 +8,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from aqnpipe.artifacts.files import write_json
 from aqnpipe.cli.options import ModelSource, load, usable_device, word_problems
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.diagnosis import DiagnosisConfig, DiagnosisMethod
@@ -25,8 +26,9 @@ from aqnpipe.errors import AqnpipeError, DeviceError, first_line
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
+    from aqnpipe.artifacts.diagnoses import DiagnosisFile
     from aqnpipe.diagnosis.device_runs import RunsOfDevice
 
 _SECONDS_BETWEEN_TEMPERATURES = 30.0
@@ -39,13 +41,35 @@ class Order(FrozenModel):
     model: ModelSource
     method: DiagnosisMethod
     config: DiagnosisConfig
-    faults: tuple[AnyFault, ...]
-    duration_seconds: float | None = Field(gt=0)
-    report: Path
+    faults: tuple[AnyFault, ...] = ()
+    duration_seconds: float | None = Field(default=None, gt=0)
     reproducer: Path | None = None
-    parent: int = Field(description="process that waits for the report; the work ends with it")
+    report: Path = Path()
+    parent: int = Field(default_factory=os.getpid, description="waits for the report; the work ends with it")
     rank: int = 0
     num_ranks: int = Field(default=0, description="0: diagnose the device; else be one of so many processes")
+
+    def diagnose(
+        self,
+        model: "nn.Module",
+        config: DiagnosisConfig,
+        prompt_ids: "list[Tensor] | None",
+        show_progress: Callable[[str], None],
+    ) -> "DiagnosisFile":
+        """Return a diagnosis of the loaded model, with the simulated faults inside of the device."""
+        from aqnpipe.diagnosis.api import diagnose
+
+        return diagnose(
+            model,
+            method=self.method,
+            prompt_ids=prompt_ids,
+            faults=[fault for fault in self.faults if isinstance(fault, Fault)],
+            name=self.model.name,
+            weights=None if self.model.random_weights else self.model.folder,
+            reproducer=self.reproducer,
+            show_progress=show_progress,
+            **config.model_dump(),
+        )
 
 
 class StopRequestedError(Exception):
@@ -57,17 +81,17 @@ class Stop:
 
     def __init__(self, parent: int) -> None:
         self._parent = parent
-        self.requested = False
+        self._requested = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._request)
 
     def _request(self, signum: int, frame: object) -> None:
-        self.requested = True
+        self._requested = True
 
     def check(self, line: str = "") -> None:
         """Raise StopRequestedError if the work is to end; `line` says what is being done."""
-        if self.requested or os.getppid() != self._parent:
-            self.requested = True
+        if self._requested or os.getppid() != self._parent:
+            self._requested = True
             raise StopRequestedError
         if line:
             print(line, flush=True)  # noqa: T201 - goes to the log file
@@ -75,41 +99,68 @@ class Stop:
 
 def main() -> None:
     """Carry out the order in the file that the command line names; exit code 2 if it cannot be done."""
+    import torch
+
     order = Order.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     stop = Stop(order.parent)
     try:
-        _compare_ranks(order, stop) if order.num_ranks else _diagnose(order, stop)
+        device = usable_device(order.device)
+        torch.set_num_threads(order.config.threads)
+        _compare_ranks(order, device, stop) if order.num_ranks else _diagnose(order, device, stop)
     except AqnpipeError as error:
         print(f"ERROR: {error}", flush=True)  # noqa: T201 - goes to the log file
         sys.exit(error.exit_code)
 
 
-def _diagnose(order: Order, stop: Stop) -> None:
-    import torch
-
+def _diagnose(order: Order, device: "torch.device", stop: Stop) -> None:
+    """Diagnose once, or until the duration is over; write the report after every run."""
+    from aqnpipe.artifacts.files import write_json
     from aqnpipe.artifacts.hardware import read_hardware
     from aqnpipe.diagnosis.device_runs import RunsOfDevice
 
-    device = usable_device(order.device)
-    torch.set_num_threads(order.config.threads)
     runs = RunsOfDevice(order.device, read_hardware(device), repeated=order.duration_seconds is not None)
     try:
         stop.check(f"loading {order.model.name} on {order.device} ({runs.hardware.name})")
-        _repeat(order, load(order.model, device, order.config.seed), runs, stop)
+        model = load(order.model, device, order.config.seed)
+        end = time.monotonic() + (order.duration_seconds or 0.0)
+        while not runs.count or time.monotonic() < end:
+            stop.check(f"run {runs.count + 1}")
+            _run(order, model, runs, stop)
+            write_json(order.report, runs.report())
     except StopRequestedError:
         write_json(order.report, runs.report(interrupted=True))
 
 
-def _compare_ranks(order: Order, stop: Stop) -> None:
+def _run(order: Order, model: "nn.Module", runs: "RunsOfDevice", stop: Stop) -> None:
+    from aqnpipe.diagnosis.api import random_prompts
+    from aqnpipe.diagnosis.device_runs import config_of_run, prompt_tokens_of_run, record_of
+
+    config, length = config_of_run(order.config, runs.count), prompt_tokens_of_run(runs.count)
+    device = next(model.parameters()).device
+    text = None if runs.count else word_problems(order.model, config.num_prompts, device)
+    file = order.diagnose(model, config, text or random_prompts(model, config, length), stop.check)
+    print(f"{file.verdict}: {file.reason}", flush=True)  # noqa: T201 - goes to the log file
+    celsius = _celsius(device, int(time.monotonic() / _SECONDS_BETWEEN_TEMPERATURES))
+    runs.add(file, record_of(file, config, 0 if text else length, celsius))
+
+
+@lru_cache(maxsize=1)
+def _celsius(device: "torch.device", interval: int) -> float | None:
+    """Return the temperature of a device, read once in every interval: vendors' tools are slow. None if not known."""
+    from aqnpipe.artifacts.hardware import read_temperature
+
+    return read_temperature(device)
+
+
+def _compare_ranks(order: Order, device: "torch.device", stop: Stop) -> None:
     """Compare all collectives between this process and the others; report what was wrong on this rank."""
     import torch
     from torch import distributed
 
     from aqnpipe.artifacts.diagnoses import Collectives
+    from aqnpipe.artifacts.files import write_json
     from aqnpipe.diagnosis.collectives import compare_collectives
 
-    device = usable_device(order.device)
-    torch.set_num_threads(order.config.threads)
     backend = next(name for kind, name in COLLECTIVES.items() if kind == device.type)
     if not distributed.is_backend_available(backend):
         write_json(order.report, Collectives(verdict=None, reason=f"torch has no {backend} here"))
@@ -130,54 +181,6 @@ def _compare_ranks(order: Order, stop: Stop) -> None:
     except StopRequestedError:
         return
     write_json(order.report, report)
-
-
-def _repeat(order: Order, model: "nn.Module", runs: "RunsOfDevice", stop: Stop) -> None:
-    """Diagnose once, or until the duration is over; write the report after every run."""
-    thermometer = Thermometer(next(model.parameters()).device)
-    end = time.monotonic() + (order.duration_seconds or 0.0)
-    while not runs.count or time.monotonic() < end:
-        stop.check(f"run {runs.count + 1}")
-        _run(order, model, runs, thermometer, stop)
-        write_json(order.report, runs.report())
-
-
-def _run(order: Order, model: "nn.Module", runs: "RunsOfDevice", thermometer: "Thermometer", stop: Stop) -> None:
-    from aqnpipe.diagnosis.api import diagnose, random_prompts
-    from aqnpipe.diagnosis.device_runs import config_of_run, prompt_tokens_of_run, record_of
-
-    config, length = config_of_run(order.config, runs.count), prompt_tokens_of_run(runs.count)
-    text = None if runs.count else word_problems(order.model, config.num_prompts, next(model.parameters()).device)
-    file = diagnose(
-        model,
-        method=order.method,
-        prompt_ids=text or random_prompts(model, config, length),
-        faults=[fault for fault in order.faults if isinstance(fault, Fault)],
-        name=order.model.name,
-        weights=None if order.model.random_weights else order.model.folder,
-        reproducer=order.reproducer,
-        show_progress=stop.check,
-        **config.model_dump(),
-    )
-    print(f"{file.verdict}: {file.reason}", flush=True)  # noqa: T201 - goes to the log file
-    runs.add(file, record_of(file, config, 0 if text else length, thermometer.read()))
-
-
-class Thermometer:
-    """Reads the temperature of a device, but not more often than every half minute: vendors' tools are slow."""
-
-    def __init__(self, device: "torch.device") -> None:
-        self._device = device
-        self._read_at = float("-inf")
-        self._celsius: float | None = None
-
-    def read(self) -> float | None:
-        """Return the temperature now, or what it was less than half a minute ago; None if it is not known."""
-        from aqnpipe.artifacts.hardware import read_temperature
-
-        if time.monotonic() - self._read_at >= _SECONDS_BETWEEN_TEMPERATURES:
-            self._celsius, self._read_at = read_temperature(self._device), time.monotonic()
-        return self._celsius
 
 
 if __name__ == "__main__":

@@ -26,11 +26,12 @@ import yaml
 
 import aqnpipe
 from aqnpipe.artifacts.files import write_text
-from aqnpipe.cli.doctor.checks import OPTIONAL, Item, install_advice
+from aqnpipe.cli.doctor.command import OPTIONAL, Item, install_advice
 from aqnpipe.config.yaml_file import read_yaml_file
 from aqnpipe.device import Device, resolve_device
 from aqnpipe.generation.vllm.plugin import is_vllm_installed
-from aqnpipe.report.numbers import in_markdown_cell, markdown_table
+from aqnpipe.report.markup import page_template
+from aqnpipe.report.numbers import in_markdown_cell
 from aqnpipe.shipped import SHIPPED, SNAKEFILE
 
 PAGE = "first-hour.md"
@@ -77,7 +78,13 @@ class Attempt:
                     time.sleep(0.1)
                 return process.returncode
             finally:
-                _kill(process)
+                if process.poll() is None:  # this process and all below it end as by `kill -9`
+                    parent = psutil.Process(process.pid)
+                    everyone = [parent, *parent.children(recursive=True)]
+                    for each in everyone:
+                        each.kill()
+                    process.wait()
+                    psutil.wait_procs(everyone, timeout=30)
 
 
 def try_out(
@@ -197,53 +204,21 @@ def _settings(attempt: Attempt, vllm: bool) -> dict[str, Any]:
     }
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all below it as `kill -9` does; nothing if it has ended."""
-    if process.poll() is None:
-        parent = psutil.Process(process.pid)
-        everyone = [parent, *parent.children(recursive=True)]
-        for each in everyone:
-            each.kill()
-        process.wait()
-        psutil.wait_procs(everyone, timeout=30)
-
-
 def _status(good: bool) -> Literal["passed", "did not pass"]:
     return "passed" if good else "did not pass"
 
 
 def _page(attempt: Attempt, outcomes: Sequence[Outcome], machine: Sequence[Item]) -> str:
     """Return the page as Markdown."""
-    tried = [[o.name, o.status, f"{o.minutes:.1f}", "; ".join(o.found)] for o in outcomes]
-    blocks = [
-        "# The first hour of aqnpipe on a machine",
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, aqnpipe {version('aqnpipe')}, commit {_commit(_CLONE)}, "
-        f"Python {platform.python_version()}, torch {version('torch')}, {attempt.device.label}. "
-        "Made by `aqnpipe doctor --try`.",
-        "## What passed, and what did not",
-        _table(("what", "result", "minutes", "found"), tried),
-    ]
-    left = [[o.name, "; ".join(o.found)] for o in outcomes if o.status == "not tried"]
-    left += [[o.name, reason] for o in outcomes for reason in o.not_tried]
-    left.append(["several machines", "this command uses one"])
-    speeds = [speed for outcome in outcomes for speed in outcome.speeds]
-    costs = [
-        [c["what"], c["against"], f"{c['median']:.3f}", f"{c['lowest']:.3f} to {c['highest']:.3f}", c["target"] or ""]
-        for outcome in outcomes
-        for c in outcome.costs
-    ]
-    blocks += ["## What was not tried, and why", _table(("what", "why"), left)]
-    blocks += ["## Tokens per second", _table(("what", "tokens per second"), speeds) if speeds else "Not measured."]
-    blocks += ["## Cost of noise", _table(("what", "against", "median", "range", "target: at most"), costs)]
-    blocks += ["## This machine", ", ".join(f"{c.name} {c.found}" for c in machine if c.status == "ok")]
-    blocks += [
-        _table(("", "", "found", ""), [[c.name, c.status, c.found, c.advice] for c in machine if c.status != "ok"])
-    ]
-    for outcome in outcomes:
-        if outcome.status == "did not pass" and outcome.log is not None:
-            tail = outcome.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
-            blocks += [f"## The end of {outcome.log.name}", "\n".join(["```", *tail, "```"])]
-    return "\n\n".join(blocks) + "\n"
+    return page_template("first_hour.md.jinja").render(
+        about=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, aqnpipe {version('aqnpipe')}, commit {_commit(_CLONE)}, "
+        f"Python {platform.python_version()}, torch {version('torch')}, {attempt.device.label}.",
+        outcomes=outcomes,
+        machine=machine,
+        checks_passed=", ".join(f"{check.name} {check.found}" for check in machine if check.status == "ok"),
+        cell=in_markdown_cell,
+        tail=lambda log: "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]),
+    )
 
 
 def _commit(clone: Path) -> str:
@@ -254,7 +229,3 @@ def _commit(clone: Path) -> str:
     command = [git, "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     return done.stdout.strip() or f"unknown ({done.stderr.strip()})"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    return "\n".join(markdown_table(header, [list(map(in_markdown_cell, row)) for row in rows]))

@@ -22,12 +22,8 @@ class SlurmPartition:
 
     def num_devices(self, gres: str) -> int:
         """Return the number of devices `gres` (name or name:type) per node: 8 for `gpu:a100` in `gpu:a100:8(S:0-1)`."""
-        counts = [
-            int(count)
-            for name, count in re.findall(r"([A-Za-z_][\w.:-]*?):(\d+)(?=[,(]|$)", self.gres)
-            if name == gres or name.partition(":")[0] == gres
-        ]
-        return sum(counts)
+        counts = re.findall(r"([A-Za-z_][\w.:-]*?):(\d+)(?=[,(]|$)", self.gres)
+        return sum(int(count) for name, count in counts if gres in (name, name.partition(":")[0]))
 
 
 def read_partitions() -> tuple[SlurmPartition, ...] | None:
@@ -56,22 +52,19 @@ def slurm_answers() -> bool:
 
 def parse_partitions(text: str) -> tuple[SlurmPartition, ...]:
     """Return the partitions in lines such as `gpu*|gpu:a100:8|1-00:00:00|128|1000000|4`."""
-    found = []
-    for line in text.splitlines():
-        if line.count("|") != 5:
-            continue  # a greeting of the site, or a blank line
-        name, gres, limit, cpus, memory, nodes = line.split("|")
-        found.append(
-            SlurmPartition(
-                name=name.rstrip("*"),
-                gres="" if gres == "(null)" else gres,
-                minutes=_minutes(limit),
-                cpus=int(cpus.rstrip("+")),
-                memory_mb=int(memory.rstrip("+")),
-                nodes=int(nodes),
-            )
+    # Other lines are a greeting of the site, or blank.
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 5]
+    return tuple(
+        SlurmPartition(
+            name=name.rstrip("*"),
+            gres="" if gres == "(null)" else gres,
+            minutes=_minutes(limit),
+            cpus=int(cpus.rstrip("+")),
+            memory_mb=int(memory.rstrip("+")),
+            nodes=int(nodes),
         )
-    return tuple(found)
+        for name, gres, limit, cpus, memory, nodes in rows
+    )
 
 
 def _minutes(limit: str) -> int | None:
@@ -79,6 +72,6 @@ def _minutes(limit: str) -> int | None:
     if limit.lower() in ("infinite", "unlimited", "n/a"):
         return None
     days, _, clock = limit.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    hours, minutes = (parts[-3] if len(parts) > 2 else 0), (parts[-2] if len(parts) > 1 else parts[0])
-    return int(days or 0) * 1440 + hours * 60 + minutes
+    parts = clock.split(":")
+    hours, minutes, _ = ["0", *parts, "0"] if len(parts) == 1 else ["0", "0", *parts][-3:]
+    return int(days or 0) * 1440 + int(hours) * 60 + int(minutes)

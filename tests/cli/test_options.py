@@ -1,6 +1,8 @@
+"""Options and output that several commands share."""
+
 import pytest
 
-from aqnpipe.cli.options import aligned, refuse_level
+from aqnpipe.cli.options import aligned, dataset_of, refuse_level
 from aqnpipe.errors import ConfigError
 
 
@@ -29,3 +31,20 @@ def test_a_noise_level_that_is_none_names_the_share_that_is_meant(level, may_be_
 @pytest.mark.parametrize(("level", "may_be_zero"), [(0.99, False), (1e-6, False), (0.0, True)])
 def test_noise_levels_are_accepted(level, may_be_zero):
     refuse_level("--noise", level, may_be_zero=may_be_zero)
+
+
+def test_a_file_is_local_and_an_id_of_the_hub_may_have_dots(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").touch()
+    local = dataset_of("data.jsonl", None, trust_code=False)
+    hub = dataset_of("owner/data.v2", 5, trust_code=False)
+    assert (local.source, local.path) == ("local", "data.jsonl")
+    assert (hub.source, hub.num_test) == ("hub", 5)
+
+
+@pytest.mark.parametrize("name", ["owner/data.jsonl", "data.parquet", "./data", "/nowhere/data"])
+def test_a_file_that_is_not_there_is_no_id_of_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        dataset_of(name, None, trust_code=False)
+    assert str(refused.value).startswith(f"--data {name}: no such file or folder, expected word_problems, ")

@@ -1,1 +1,0 @@
-"""`aqnpipe capture` and `aqnpipe parity`."""
