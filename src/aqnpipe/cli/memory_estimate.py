@@ -12,7 +12,6 @@ from pathlib import Path
 
 from pydantic import Field
 
-from aqnpipe.artifacts.runs import read_cost
 from aqnpipe.cli.cost_estimate import BYTES, USUAL_PROMPT_TOKENS, uses_vllm_for_rollouts
 from aqnpipe.config.base import FrozenModel
 from aqnpipe.config.model import ModelConfig
@@ -232,6 +231,8 @@ def declared_megabytes(plan: StudyPlan, rule: str) -> int:
 
     Profiles of clusters ask for the memory of their devices instead.
     """
+    from aqnpipe.artifacts.runs import read_cost  # imports polars, which is slow
+
     peak = 0.0
     for path in Path(plan.results, "benchmarks", rule).glob("*.tsv"):
         with suppress(DataError):  # of a job that was killed while it wrote the file
