@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import distributed
 
 _SAVE = "aqnpipe.training.callbacks.CheckpointCallback.on_step_end"
-_DESCRIBE = "aqnpipe.training.checkpoints.describe_model"
+_DESCRIBE = "aqnpipe.training.policy.describe_model"
 _STOPPED = (("train_with_a_stop", "guided", 0),)
 _TWO = (("train_in_two_processes", "guided", 0),)
 _AFTER_TWO_STEPS = (("evaluate", "guided", 0, 1), *EVALUATE, *COMPARE)

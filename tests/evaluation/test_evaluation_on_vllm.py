@@ -21,8 +21,7 @@ from aqnpipe.models.adapters import adapter_weights
 from aqnpipe.models.loading import load_tokenizer, prepare_model
 from aqnpipe.noise.receipts.receipt import EvaluationReceipts
 from aqnpipe.runtime.evaluation_workers import evaluation_runner
-from aqnpipe.training.checkpoints import CheckpointWriter
-from aqnpipe.training.policy import load_policy
+from aqnpipe.training.policy import CheckpointWriter, load_policy
 
 pytestmark = pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed here: make test-vllm")
 

@@ -18,7 +18,7 @@ from aqnpipe.generation.vllm.injection import replace
 from aqnpipe.generation.vllm.modules import EngineLayer, Linear, Projection, find_shares, head_of, linear_of, share
 from aqnpipe.generation.vllm.worker_merge import merged_workers
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import RecorderState
 from aqnpipe.noise.receipts.table import Row
 
 SCALE = 0.1

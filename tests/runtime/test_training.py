@@ -29,8 +29,7 @@ from aqnpipe.artifacts.provenance import sha256_of_file
 from aqnpipe.artifacts.runs import TrainingMetrics
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import DeviceError, StorageError, TrainingError, WorkerError
-from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import Receipt, RecorderState
 from aqnpipe.runtime import training
 from aqnpipe.runtime.training import launch_workers, run_training_job
 from aqnpipe.training.resume import RankState

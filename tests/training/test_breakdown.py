@@ -12,7 +12,7 @@ from transformers import TrainerState
 from aqnpipe.errors import AqnpipeError, TrainingError
 from aqnpipe.models.loading import describe_model
 from aqnpipe.models.prepared import write_prepared_model
-from aqnpipe.training.breakdown import BreakdownGuard
+from aqnpipe.training.callbacks import BreakdownGuard
 
 pytestmark = pytest.mark.usefixtures("rewards_that_teach")
 

@@ -34,7 +34,7 @@ from aqnpipe.models.prepared import (
     write_prepared_model,
 )
 from aqnpipe.models.verification import refuse_other_weights
-from aqnpipe.training.checkpoints import CheckpointWriter
+from aqnpipe.training.policy import CheckpointWriter
 
 LORA = {"rank": 4, "alpha": 8}
 TOKENS = torch.arange(2, 50).view(3, 16)

@@ -8,8 +8,7 @@ from aqnpipe.artifacts.files import read_json
 from aqnpipe.artifacts.runs import RunRecord
 from aqnpipe.config.custom_code import source_digest
 from aqnpipe.errors import ConfigError, ReceiptError
-from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import Receipt, RecorderState
 from aqnpipe.noise.schedule import with_custom_sigmas
 from aqnpipe.training.noise_plan import NoisePlan
 

@@ -67,21 +67,6 @@ def test_noise_on_the_norms_of_a_run_without_aqn_fails_it(inputs, tmp_path, monk
         run(training_spec(), inputs, tmp_path / "run")
 
 
-def test_aqn_that_is_taken_away_before_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch):
-    """AQN is drawn, measured and logged, but removed before the model computes."""
-    original = rollout_engines.noised_rollout
-
-    @contextmanager
-    def early(*args, **kwargs):
-        with original(*args, **kwargs) as sigmas:
-            pass
-        yield sigmas
-
-    monkeypatch.setattr(rollout_engines, "noised_rollout", early)
-    with pytest.raises(ReceiptError, match=r"rollout: (AQN: .*norm|computed with noise on the norm weights)"):
-        run(training_spec(aqn=AQN), inputs, tmp_path / "run")
-
-
 def test_aqn_that_stays_on_after_the_rollout_fails_the_run(inputs, tmp_path, monkeypatch):
     copy_ = torch.Tensor.copy_
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from aqnpipe.errors import ConfigError
 from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.training.rollout_backend import describe_rollouts
 from aqnpipe.training.run import grpo_arguments
-from aqnpipe.training.sampler_distance import SamplerDistance
+from aqnpipe.training.sampler import SamplerDistance
 
 pytestmark = pytest.mark.usefixtures("rewards_that_teach")
 

@@ -23,7 +23,7 @@ from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.models.routers import Routers
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.rollout_backend import describe_rollouts
-from aqnpipe.training.routing import RoutedRollouts
+from aqnpipe.training.sampler import RoutedRollouts
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 
 pytestmark = pytest.mark.usefixtures("rewards_that_teach")

@@ -3,7 +3,7 @@
 import polars as pl
 import pytest
 
-from aqnpipe.training.sampler_distance import growth_line, growth_of
+from aqnpipe.training.sampler import growth_line, growth_of
 
 
 def metrics(values, steps_per_rollout=1):

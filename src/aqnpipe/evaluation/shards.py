@@ -17,14 +17,13 @@ from pydantic import ConfigDict, TypeAdapter
 from aqnpipe.config.run import EvaluationSpec
 from aqnpipe.device import resolve_device
 from aqnpipe.errors import ReceiptError, WorkerError
-from aqnpipe.evaluation.audit.recording import BatchFacts, BatchPlace, observed
+from aqnpipe.evaluation.audit import BatchFacts, observed
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.backend_choice import open_generator
 from aqnpipe.generation.noisy_passes import NoisyGenerator, PassMeasurements, PassNoise, pass_receipt
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.loading import load_tokenizer
-from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import Receipt, RecorderState
 from aqnpipe.seeding import derive_seed
 
 _PLAIN = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -149,8 +148,7 @@ def run_shard(generator: NoisyGenerator, spec: EvaluationSpec, shard: Shard) -> 
     for batch in shard.batches:
         sampling = sampling_of(spec, shard.noise_seed, batch.sample, batch.number)
         key = NoiseKey(seed=shard.noise_seed, step=batch.step)
-        place = BatchPlace(shard.noise_level, shard.noise_seed, batch.sample, batch.number, batch.step)
-        with observed(generator, spec, place, batch.prompts) as observation:
+        with observed(generator, spec, shard, batch) as observation:
             completions.append(tuple(generator.generate(batch.prompts, sampling, key)))
         if observation is not None:
             facts.append(observation.facts(completions[-1]))

@@ -42,8 +42,7 @@ from aqnpipe.data.prompts import (
 )
 from aqnpipe.device import refuse_other_numbers, resolve_device, torch_device
 from aqnpipe.errors import DataError, ReceiptError
-from aqnpipe.evaluation.audit.judgement import Judge
-from aqnpipe.evaluation.audit.weights import differing_weight, digests_in_memory
+from aqnpipe.evaluation.audit import Judge, differing_weight, digests_in_memory
 from aqnpipe.evaluation.shards import OpenShardRunner, assembled_passes, local_shard_runner, noise_of, shards_of
 from aqnpipe.generation.backend import Completion
 from aqnpipe.models.loading import file_digests, load_model, load_tokenizer, refuse_removed

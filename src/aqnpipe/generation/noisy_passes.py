@@ -14,8 +14,7 @@ from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.models.layout import decoder_layers, norms_sha256, num_rms_norms
 from aqnpipe.noise.injection.faults import ActiveFaults, ActiveFaultState
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import Receipt, RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder, merge_states
 
 

@@ -10,14 +10,12 @@ the n-th matrix of exponential variates of the keyed generator; it is repeated f
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from aqnpipe.reference.draws import Draw, cause_of
 from aqnpipe.seeding import derive_seed
 
 _ROWS = 16
@@ -26,6 +24,8 @@ _MEMORY = 2**27
 """Bytes of kept logits from which on no more are kept."""
 _NOTED_ERROR = 2e-4
 """Absolute error of a log-probability that a sampler computes in float32."""
+_DRAW_ERROR = 2e-5
+"""Logarithmic distance of a drawn token to the best one that rounding explains, beside the rounding of the logits."""
 
 Finding = tuple[int | None, str]
 """A row of a batch, None for the whole batch, and what is wrong with it."""
@@ -50,6 +50,13 @@ class Choice:
     first_row: int = 0
     num_rows: int | None = None
 
+    def variates(self, rows: int, like: Tensor) -> Iterator[Tensor]:
+        """Yield the variates [rows, vocabulary] of each token of a batch of `rows`; `like`: logits [vocabulary]."""
+        generator = torch.Generator(device=like.device).manual_seed(self.seed)
+        while True:
+            whole = torch.empty((self.num_rows or rows, len(like)), device=like.device)
+            yield whole.exponential_(generator=generator)[self.first_row :]
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -58,7 +65,8 @@ class Verdict:
     compared: tokens whose choice was checked. gaps: distance of each drawn token to the best one, in units of what
     rounding explains. noted: where log-probabilities that the sampler noted are not those of the kept logits.
     top_logits: of each row, the largest logit that each of its tokens was chosen from. moved: by row, the token before
-    which it first changed place. experts: by row, those that ran [tokens, slots].
+    which it first changed place. experts: by row, those that ran [tokens, slots], also of the prompt, but for the last
+    token.
     """
 
     findings: tuple[Finding, ...]
@@ -70,6 +78,42 @@ class Verdict:
     experts: Mapping[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """A recorded forward: by place in the batch the token that it read, the most probable next one, and its logit.
+
+    kept: logits of some places. experts: by place [tokens, slots]. Prompts are read in one forward or several.
+    """
+
+    read: Tensor | None = None
+    top: Tensor = field(default_factory=lambda: torch.empty(0))
+    logit: Tensor = field(default_factory=lambda: torch.empty(0))
+    kept: Mapping[int, Tensor] = field(default_factory=dict)
+    experts: Sequence[Tensor] | Tensor = ()
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """A draw to repeat; `logits` and `draws` (logarithms of the variates) are [vocabulary], in float64."""
+
+    row: int
+    step: int
+    token: int
+    logits: Tensor
+    draws: Tensor
+    temperature: float
+
+    def gap(self, temperature: float | None = None) -> float:
+        """Return the distance of the token to the best one, at another temperature if given, in units of rounding."""
+        if not self.logits.isfinite().all():
+            return 0.0  # The guard of the run ends it at the loss.
+        temperature = temperature or self.temperature
+        # argmax p/e is argmax (log p - log e), and the normaliser of p does not matter.
+        scores = self.logits / temperature - self.draws
+        rounding = 8 * torch.finfo(torch.float32).eps * float(self.logits.abs().max()) / temperature
+        return float(scores.max() - scores[self.token]) / (_DRAW_ERROR + rounding)
+
+
 class DecodingTrace:
     """Records the forwards of one batch; call `note` after each, then `judge` the responses."""
 
@@ -78,13 +122,10 @@ class DecodingTrace:
         self._padding_token, self._choice = padding_token, choice
         self._read: list[list[int]] = []
         self._prefix: list[int] = []
-        self._first: list[tuple[Tensor, Tensor]] = []
-        self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._kept: dict[tuple[int, int], Tensor] = {}
-        self._experts_of_prompts: list[Tensor] = []
-        self._experts_of_steps: list[Tensor] = []
+        self._prefills: list[_Forward] = []
+        self._steps: list[_Forward] = []
         self._bytes = 0
-        self.problems: list[Finding] = []
+        self._problems: list[Finding] = []
 
     def note(self, kwargs: Mapping[str, Any], logits: Tensor, experts: Tensor | None = None) -> None:
         """Note a forward with a cache by its arguments, its logits [rows, places, vocabulary], and experts if any ran.
@@ -94,21 +135,20 @@ class DecodingTrace:
         ids = kwargs.get("input_ids")
         with unobserved():
             if not isinstance(ids, Tensor):
-                self.problems.append((None, "the model read no token ids"))
+                self._problems.append((None, "the model read no token ids"))
             elif self._is_prefill(kwargs["past_key_values"], ids):
                 self._note_prompts(ids, kwargs, logits, experts)
             elif ids.shape[1] != 1:
-                self.problems.append((None, f"a step read {tuple(ids.shape)} tokens, expected one of every row"))
+                self._problems.append((None, f"a step read {tuple(ids.shape)} tokens, expected one of every row"))
             else:
-                self._steps.append((ids[:, 0], *self._note_logits(logits[:, -1], 1 + len(self._steps), 0)))
-                self._experts_of_steps += [] if experts is None else [experts]
+                found = () if experts is None else experts
+                self._steps.append(self._forward(logits[:, -1], 1 + len(self._steps), 0, ids[:, 0], found))
 
     def _is_prefill(self, cache: Any, ids: Tensor) -> bool:
         seen = cache.get_seq_length() - ids.shape[1]
         if seen and not self._prefix and len(self._read) == 1 < len(self.prompts) and seen == len(self._read[0]):
             # The row read before was the common prefix of all prompts.
-            self._prefix, self._read = self._read[0], []
-            self._first, self._kept = [], {}
+            self._prefix, self._read, self._prefills = self._read[0], [], []
         return len(self._read) < len(self.prompts)
 
     def _note_prompts(self, ids: Tensor, kwargs: Mapping[str, Any], logits: Tensor, experts: Tensor | None) -> None:
@@ -116,40 +156,38 @@ class DecodingTrace:
         kept = keep.tolist() if isinstance(keep, Tensor) else list(range(width - logits.shape[1], width))
         rows, mask = ids.tolist(), kwargs.get("attention_mask")
         shown = mask[:, -width:].tolist() if isinstance(mask, Tensor) and mask.ndim == 2 else [[1] * width] * len(rows)
-        first, places = len(self._read), []
+        first, places, found = len(self._read), [], []
         for number, (row, visible) in enumerate(zip(rows, shown, strict=True)):
             end = (len(without_padding(row, self._padding_token)) or width) - 1
             places.append(kept.index(end) if end in kept else len(kept) - 1)
             tokens = [token for token, is_visible in zip(row, visible, strict=True) if is_visible]
             self._read.append(without_padding(self._prefix + tokens, self._padding_token))
             if experts is not None:
-                self._experts_of_prompts.append(experts[number][torch.tensor(visible) > 0][: len(self._read[-1])])
-        index = torch.tensor(places, device=logits.device)
-        self._first.append(self._note_logits(logits[torch.arange(len(rows), device=logits.device), index], 0, first))
+                found.append(experts[number][torch.tensor(visible) > 0][: len(self._read[-1])])
+        index = torch.arange(len(rows), device=logits.device), torch.tensor(places, device=logits.device)
+        self._prefills.append(self._forward(logits[index], 0, first, None, found))
 
-    def _note_logits(self, logits: Tensor, step: int, first: int) -> tuple[Tensor, Tensor]:
-        """Return the most probable tokens [rows] and their logits; keep the logits of some rows, from place `first`."""
+    def _forward(
+        self, logits: Tensor, step: int, first: int, read: Tensor | None, experts: Sequence[Tensor] | Tensor
+    ) -> _Forward:
+        """Return a forward by the logits [rows, vocabulary] of the places from `first` on."""
         top = logits.argmax(-1)
-        if self._choice.temperature is not None:
-            self._keep(logits, step, first)
-        return top, logits.gather(-1, top[:, None])[:, 0].float()
+        kept = {} if self._choice.temperature is None else self._kept(logits, step, first)
+        return _Forward(read, top, logits.gather(-1, top[:, None])[:, 0].float(), kept, experts)
 
-    def _keep(self, logits: Tensor, step: int, first: int) -> None:
+    def _kept(self, logits: Tensor, step: int, first: int) -> dict[int, Tensor]:
+        """Return copies of the logits of some rows, chosen by a key of the audit's own."""
         size = logits[0].numel() * logits.element_size()
         room = ((_MEMORY // 2 if step == 0 else _MEMORY) - self._bytes) // size
-        count = room if step == 0 else min(_ROWS, room)
-        if count <= 0:
-            return
         drawn = sorted(range(len(logits)), key=lambda row: derive_seed(self._choice.seed, "audited rows", step, row))
-        for row in drawn[:count]:
-            self._kept[step, first + row] = logits[row].clone()
-            self._bytes += size
+        chosen = drawn[: max(0, room if step == 0 else min(_ROWS, room))]
+        self._bytes += size * len(chosen)
+        return {first + row: logits[row].clone() for row in chosen}
 
     @property
     def prompts_read(self) -> list[list[int]]:
         """The prompts that the network read, without padding, by the number of the row in the batch."""
-        places = {row: place for place, row in enumerate(self._numbers())}
-        return [self._read[places[row]] for row in sorted(places)]
+        return [read for _, read in sorted(zip(self._numbers(), self._read, strict=False), key=lambda pair: pair[0])]
 
     def _numbers(self) -> list[int]:
         """Return the number in the batch of every row that was read; rows that are no prompt take what is left."""
@@ -165,119 +203,109 @@ class DecodingTrace:
 
         `noted`: by row, the log-probabilities that the sampler noted, or nothing.
         """
-        findings = list(self.problems)
+        findings = list(self._problems)
         if not len(self._read) == len(self.prompts) == len(responses):
             read = f"the model read {len(self._read)} of {len(self.prompts)} prompts, {len(responses)} have a response"
             findings.append((None, read))
         elif not all(responses):
             findings.append((None, "a response has no tokens"))
-        if findings:
-            return Verdict(tuple(findings))
-        rows_of, misread = self._followed(responses)
-        wrong, top_logits = self._compared(rows_of, responses)
-        gaps: list[float] = []
-        if self._choice.temperature is not None:
-            gaps, wrong = self._repeated_draws(rows_of, responses)
+        return Verdict(tuple(findings)) if findings else self._decoded_again(responses, noted)
+
+    def _decoded_again(self, responses: Sequence[Sequence[int]], noted: Sequence[Sequence[float]]) -> Verdict:
+        """Return the verdict on the responses, as far as the forwards read them."""
+        forwards, rows, compared = [self._prefill(), *self._steps], self._numbers(), 0
+        misread: list[Finding] = []
+        wrong: dict[int, str] = {}
         moved: dict[int, int] = {}
-        for step, (before, now) in enumerate(pairwise(rows_of), start=1):
-            for place, row in enumerate(now):
-                if before[place] != row:
-                    moved.setdefault(row, step + 1)
+        draws: list[_Draw] = []
+        top_logits: list[list[float]] = [[] for _ in responses]
+        experts: dict[int, list[Tensor]] = {}
+        like = next((kept for forward in forwards for kept in forward.kept.values()), None)
+        variates = iter(()) if like is None else self._choice.variates(len(responses), like)
+        last_kept = max((step for step, forward in enumerate(forwards) if forward.kept), default=-1)
+        for step in range(max(len(forwards), *map(len, responses))):
+            forward = forwards[step] if step < len(forwards) else _Forward()
+            if step:
+                before, rows = rows, _without_gaps(rows, [len(responses[row]) > step for row in rows])
+                read = [] if forward.read is None else forward.read.tolist()
+                if read != (expected := [responses[row][step - 1] for row in rows]):
+                    misread = [_misread(before, rows, read, expected, responses, step)]
+                    break
+                moved = {row: step + 1 for row, old in zip(rows, before, strict=False) if row != old} | moved
+            compared += len(rows)
+            for row, top, logit in zip(rows, forward.top.tolist(), forward.logit.tolist(), strict=True):
+                top_logits[row].append(logit)
+                if responses[row][step] != top:
+                    wrong.setdefault(row, _not_the_top(responses[row], step, top))
+            for row, found in zip(rows, forward.experts, strict=False):
+                experts.setdefault(row, []).append(found)
+            drawn = next(variates) if step <= last_kept else torch.empty(0)
+            for place, logits in forward.kept.items():
+                row = rows[place]
+                logs, temperature = drawn[row].double().log(), self._choice.temperature or 1.0
+                draws.append(_Draw(row, step, responses[row][step], logits.double(), logs, temperature))
+        gaps = [draw.gap() for draw in draws]
+        if self._choice.temperature is not None:
+            wrong = self._wrong_draws(draws, gaps)
         return Verdict(
-            findings=(*misread, *wrong),
-            compared=sum(map(len, rows_of)),
+            findings=(*misread, *((row, wrong[row]) for row in sorted(wrong))),
+            compared=compared,
             gaps=tuple(gaps),
-            noted=self._noted_problem(rows_of, noted, responses),
+            noted=_noted_problem(draws, noted) if any(noted) else None,
             top_logits=tuple(map(tuple, top_logits)),
             moved=moved,
-            experts=self._experts(rows_of),
+            experts={row: torch.cat(parts) for row, parts in experts.items()},
         )
 
-    def _followed(self, responses: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[Finding]]:
-        """Return the rows at the places of every forward as far as they read the responses, and where they did not."""
-        rows_of = [self._numbers()]
-        tokens = [tokens.tolist() for tokens, _, _ in self._steps]
-        for step in range(1, 1 + max(len(tokens), max(map(len, responses)) - 1)):
-            before = rows_of[-1]
-            rows = _without_gaps(before, [len(responses[row]) > step for row in before])
-            found = tokens[step - 1] if step <= len(tokens) else []
-            expected = [responses[row][step - 1] for row in rows]
-            if found != expected:
-                return rows_of, [_misread(before, rows, found, expected, responses, step)]
-            rows_of.append(rows)
-        return rows_of, []
+    def _prefill(self) -> _Forward:
+        """Return the forwards that read the prompts as one."""
+        parts = self._prefills
+        return _Forward(
+            top=torch.cat([part.top for part in parts]),
+            logit=torch.cat([part.logit for part in parts]),
+            kept={place: logits for part in parts for place, logits in part.kept.items()},
+            experts=[experts for part in parts for experts in part.experts],
+        )
 
-    def _compared(
-        self, rows_of: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
-    ) -> tuple[list[Finding], list[list[float]]]:
-        """Return the first token of each row that is not the most probable one, and top logits by row."""
-        first = [torch.cat(parts) for parts in zip(*self._first, strict=True)]
-        tops = [first, *([top, logit] for _, top, logit in self._steps)]
-        wrong: dict[int, str] = {}
-        top_logits: list[list[float]] = [[] for _ in responses]
-        for step, (rows, (top, logit)) in enumerate(zip(rows_of, tops, strict=False)):
-            for row, token, value in zip(rows, top.tolist(), logit.tolist(), strict=True):
-                top_logits[row].append(value)
-                if responses[row][step] != token:
-                    wrong.setdefault(row, self._not_the_top(responses[row], step, token))
-        return [(row, wrong[row]) for row in sorted(wrong)], top_logits
-
-    def _not_the_top(self, response: Sequence[int], step: int, top: int) -> str:
-        if step + 1 == len(response):
-            return f"the last token of the response is {response[step]}, the model chose {top}"
-        return f"token {step + 1} is not the most probable one; the study decodes greedily"
-
-    def _repeated_draws(
-        self, rows_of: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
-    ) -> tuple[list[float], list[Finding]]:
-        """Return the gaps of the kept rows, in units of what rounding explains, and the rows with other tokens."""
-        draws = self._draws(rows_of, responses)
-        gaps = [draw.gap() for draw in draws]
-        wrong: dict[int, int] = {}
+    def _wrong_draws(self, draws: Sequence[_Draw], gaps: Sequence[float]) -> dict[int, str]:
+        """Return by row what is wrong with its first token that is not the study's draw."""
+        temperature = f"the study samples at temperature {self._choice.temperature:g}, keyed by this batch"
+        first: dict[int, int] = {}
         for draw, gap in zip(draws, gaps, strict=True):
             if gap > 1:
-                wrong.setdefault(draw.row, draw.step)
-        cause = cause_of(draws) if wrong else ""
-        temperature = f"the study samples at temperature {self._choice.temperature:g}, keyed by this batch"
-        return gaps, [(row, f"token {step + 1} is {cause}; {temperature}") for row, step in sorted(wrong.items())]
+                first.setdefault(draw.row, draw.step)
+        cause = _cause_of(draws) if first else ""
+        return {row: f"token {step + 1} is {cause}; {temperature}" for row, step in first.items()}
 
-    def _draws(self, rows_of: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[Draw]:
-        choice, found = self._choice, []
-        generator: torch.Generator | None = None
-        for step in range(min(len(rows_of), 1 + max((step for step, _ in self._kept), default=-1))):
-            kept = [(place, logits) for (number, place), logits in self._kept.items() if number == step]
-            like = next(iter(self._kept.values()))
-            generator = generator or torch.Generator(device=like.device).manual_seed(choice.seed)
-            whole = torch.empty((choice.num_rows or len(responses), len(like)), device=like.device)
-            whole.exponential_(generator=generator)
-            for place, logits in kept:
-                row = rows_of[step][place]
-                draws = whole[choice.first_row + row].double().log()
-                found.append(Draw(row, step, responses[row][step], logits.double(), draws, choice.temperature or 1.0))
-        return sorted(found, key=lambda draw: (draw.step, draw.row))
 
-    def _experts(self, rows_of: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-        """Return by row the experts [tokens, slots] of the prompt, and of the response but its last token."""
-        found = {row: [prompt] for row, prompt in zip(rows_of[0], self._experts_of_prompts, strict=False)}
-        for rows, of_step in zip(rows_of[1:], self._experts_of_steps, strict=False):
-            for row, of_row in zip(rows, of_step, strict=True):
-                found[row].append(of_row)
-        return {row: torch.cat(parts) for row, parts in found.items()}
+def _cause_of(draws: Sequence[_Draw]) -> str:
+    """Return what explains tokens that are not the study's draws."""
+    if all(draw.logits[draw.token] == draw.logits.max() for draw in draws):
+        return "the most probable one, as all are: decoded greedily"
+    fitting = [value / 20 for value in range(2, 61) if all(draw.gap(value / 20) <= 1 for draw in draws)]
+    if fitting:
+        return f"sampled at temperature {fitting[0]:g} to {fitting[-1]:g}"
+    return "another sample: of another seed, or of a distribution that was changed (top-k, top-p, a penalty)"
 
-    def _noted_problem(
-        self, rows_of: Sequence[Sequence[int]], noted: Sequence[Sequence[float]], responses: Sequence[Sequence[int]]
-    ) -> str | None:
-        for (step, place), logits in self._kept.items() if any(noted) else ():
-            if step >= len(rows_of) or not noted[row := rows_of[step][place]] or not logits.isfinite().all():
-                continue
-            probabilities = (logits.double() / (self._choice.temperature or 1.0)).log_softmax(-1)
-            expected = float(probabilities[responses[row][step]])
-            if abs(noted[row][step] - expected) > _NOTED_ERROR:
-                return (
-                    f"the sampler noted a log-probability of {noted[row][step]:.6g}, the network's logits give "
-                    f"{expected:.6g}: it drew from other (rounded?) logits"
-                )
-        return None
+
+def _noted_problem(draws: Sequence[_Draw], noted: Sequence[Sequence[float]]) -> str | None:
+    for draw in draws:
+        if not noted[draw.row] or not draw.logits.isfinite().all():
+            continue
+        found = noted[draw.row][draw.step]
+        expected = float((draw.logits / draw.temperature).log_softmax(-1)[draw.token])
+        if abs(found - expected) > _NOTED_ERROR:
+            return (
+                f"the sampler noted a log-probability of {found:.6g}, the network's logits give {expected:.6g}: it "
+                "drew from other (rounded?) logits"
+            )
+    return None
+
+
+def _not_the_top(response: Sequence[int], step: int, top: int) -> str:
+    if step + 1 == len(response):
+        return f"the last token of the response is {response[step]}, the model chose {top}"
+    return f"token {step + 1} is not the most probable one; the study decodes greedily"
 
 
 def end_problem(

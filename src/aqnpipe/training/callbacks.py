@@ -1,24 +1,73 @@
-"""Callbacks between optimiser steps: checkpoints, validation and progress messages."""
+"""Callbacks between optimiser steps: a guard against breakdown, checkpoints, validation and progress messages."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
-from aqnpipe.data.graders import Grader
+from aqnpipe.config.run import TrainingSpec
+from aqnpipe.config.training import TrainingConfig
+from aqnpipe.data.graders import grader
 from aqnpipe.data.prompts import end_of_response
+from aqnpipe.errors import TrainingError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.machine.machine import NoiseKey
-from aqnpipe.models.sharding import gathered_weights, is_sharded
+from aqnpipe.models.sharding import gathered_weights
+from aqnpipe.models.sharding import is_sharded, local
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.training.audit.auditor import TrainingAudit
-from aqnpipe.training.checkpoints import CheckpointWriter
 from aqnpipe.training.noise_plan import NoisePlan
+from aqnpipe.training.policy import CheckpointWriter
 from aqnpipe.training.ranks import gathered, rank_and_size
+
+_SETTINGS = "learning_rate or max_grad_norm"
+
+
+class BreakdownGuard(TrainerCallback):
+    """Stops a run with one line that names the run, the step and the quantity.
+
+    The trainer calls `check` with loss and gradient norm before the optimiser uses them. As the first callback of the
+    run the guard checks the weights after every step, before another callback saves them.
+    """
+
+    def __init__(self, label: str, training: TrainingConfig, loss_scale: int = 1) -> None:
+        self._label = label
+        self._loss_scale = loss_scale
+        self._bounds = {"loss": training.stop_loss, "grad_norm": training.stop_grad_norm}
+
+    def check(self, quantity: str, value: float, step: int) -> None:
+        """Raise TrainingError if loss or grad_norm of optimiser step `step` is not finite or exceeds its bound."""
+        bound = self._bounds[quantity]
+        if not math.isfinite(value):
+            overflow = quantity == "grad_norm" and self._loss_scale > 1
+            self._stop(f"{quantity} is {value}", f"at step {step}", "training.loss_scale" if overflow else _SETTINGS)
+        if abs(value) > bound:
+            self._stop(f"{quantity} is {value:.4g}, beyond stop_{quantity} {bound:g},", f"at step {step}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check the updated weights. Raises TrainingError on NaN or infinity."""
+        # The norm of a parameter is finite only if all its elements are; one transfer fetches all norms.
+        trained = {name: weight for name, weight in kwargs["model"].named_parameters() if weight.requires_grad}
+        with torch.no_grad():
+            # An empty share has no norm.
+            held = [share if share.numel() else share.new_zeros(1) for share in map(local, trained.values())]
+            norms = torch._foreach_norm(held, ord=math.inf)
+            finite = torch.stack([norm.float() for norm in norms]).isfinite().tolist()
+        for name, is_finite in zip(trained, finite, strict=True):
+            if not is_finite:
+                self._stop(f"{name} is not finite", f"after step {state.global_step}")
+
+    def _stop(self, what: str, when: str, settings: str = _SETTINGS) -> None:
+        raise TrainingError(
+            f"{self._label}: {what} {when}, run stopped before this step was saved; a lower {settings} may help"
+        )
+
 
 _SECONDS_BETWEEN_REPORTS = 60.0
 
@@ -79,29 +128,19 @@ class ValidationCallback(TrainerCallback):
 
     def __init__(
         self,
-        steps: Sequence[int],
+        spec: TrainingSpec,
         prompts: Sequence[Sequence[int]],
         gold_answers: Sequence[str],
         *,
         tokenizer: Any,
         noise: NoisePlan,
         audit: TrainingAudit,
-        grade: Grader,
-        max_response_tokens: int,
-        seed: int,
-        stop_text: str | None = None,
     ) -> None:
         self.accuracy: dict[int, float] = {}
-        self._steps = frozenset(steps)
-        self._prompts = prompts
-        self._gold_answers = gold_answers
-        self._tokenizer = tokenizer
-        self._noise = noise
-        self._audit = audit
-        self._grade = grade
-        self._sampling = Sampling(max_response_tokens=max_response_tokens, stop_text=stop_text)
-        self._seed = seed
-        self._stop_text = stop_text
+        self._spec, self._prompts, self._gold_answers = spec, prompts, gold_answers
+        self._tokenizer, self._noise, self._audit = tokenizer, noise, audit
+        self._steps = frozenset(spec.training.validation_steps(spec.num_steps))
+        self._grade = grader(spec.scorer, spec.scorer_sha256)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Validate if this step is declared."""
@@ -110,16 +149,17 @@ class ValidationCallback(TrainerCallback):
         model = kwargs["model"]
         rank, num_workers = rank_and_size()
         share = slice(rank, None, num_workers)
-        key = NoiseKey(seed=self._seed, step=state.global_step, rank=rank)
-        noise = self._noise
+        noise, stop_text = self._noise, self._spec.prompt.stop_text
+        sampling = Sampling(max_response_tokens=self._spec.training.max_response_tokens, stop_text=stop_text)
+        key = NoiseKey(seed=self._spec.random_seed, step=state.global_step, rank=rank)
         self._audit.begin_validation(self._prompts[share])
         with (
             gathered_weights(model),
             phase_noise(model, noise.spec, "validation", key, noise.recorder, faults=noise.faults),
         ):
-            completions = TransformersBackend(model, self._tokenizer).generate(self._prompts[share], self._sampling)
+            completions = TransformersBackend(model, self._tokenizer).generate(self._prompts[share], sampling)
         whole = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        texts = [end_of_response(text, self._stop_text) for text in whole]
+        texts = [end_of_response(text, stop_text) for text in whole]
         golds = self._gold_answers[share]
         correct = sum(self._grade(text, gold).correct for text, gold in zip(texts, golds, strict=True))
         self.accuracy[state.global_step] = sum(gathered(correct)) / len(self._prompts)

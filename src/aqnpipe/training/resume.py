@@ -30,7 +30,7 @@ from aqnpipe.artifacts.provenance import sha256_of_files
 from aqnpipe.config.training import RESUME_BYTES_PER_SECOND, TrainingConfig
 from aqnpipe.models.sharding import is_share, like_share, local
 from aqnpipe.noise.injection.faults import ActiveFaultState
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import RecorderState
 from aqnpipe.training.audit.auditor import TrainingAudit
 from aqnpipe.training.audit.measure import Ledger
 from aqnpipe.training.noise_plan import NoisePlan

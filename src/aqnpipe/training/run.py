@@ -17,7 +17,7 @@ from aqnpipe.artifacts.problems import ProblemTable
 from aqnpipe.artifacts.runs import CustomRewardMetrics, TrainingMetrics
 from aqnpipe.config.model import read_model_config
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.data.graders import grader, weighted_rewards
+from aqnpipe.data.graders import weighted_rewards
 from aqnpipe.data.prompts import (
     check_context,
     check_prompt_lengths,
@@ -40,15 +40,19 @@ from aqnpipe.noise.receipts.receipt import Receipt
 from aqnpipe.noise.receipts.recorder import merged_receipt
 from aqnpipe.noise.receipts.table import Row
 from aqnpipe.training.audit.auditor import TrainingAudit
-from aqnpipe.training.breakdown import BreakdownGuard
-from aqnpipe.training.callbacks import CheckpointCallback, CleanWeightsCallback, ProgressCallback, ValidationCallback
-from aqnpipe.training.checkpoints import CheckpointWriter
+from aqnpipe.training.callbacks import (
+    BreakdownGuard,
+    CheckpointCallback,
+    CleanWeightsCallback,
+    ProgressCallback,
+    ValidationCallback,
+)
 from aqnpipe.training.noise_plan import NoisePlan, build_noise_plan
-from aqnpipe.training.policy import autocast_dtype, load_policy
+from aqnpipe.training.policy import CheckpointWriter, autocast_dtype, load_policy
 from aqnpipe.training.ranks import gathered, rank_and_size
 from aqnpipe.training.resume import ResumePoints
 from aqnpipe.training.rollout_backend import merges_adapters, open_rollouts
-from aqnpipe.training.sampler_distance import growth_line, growth_of
+from aqnpipe.training.sampler import growth_line, growth_of
 from aqnpipe.training.trainer import NoisyGRPOTrainer
 from aqnpipe.training.verification import Verifier
 from aqnpipe.training.workspace import Workspace
@@ -224,9 +228,9 @@ def _build_trainer(
     validation = _validation(spec, inputs, tokenizer, plan, audit)
     resume_points = ResumePoints(workspace, spec.training)
     trainer = NoisyGRPOTrainer(
+        spec=spec,
         noise_plan=plan,
         rollouts=rollouts,
-        prompt_format=spec.prompt,
         model=model,
         reward_funcs=reward_function(spec),
         args=grpo_arguments(spec, workspace.folder, device),
@@ -237,10 +241,6 @@ def _build_trainer(
         verifier=Verifier(spec, run_label(spec), workspace.folder.parent),
         resume_points=resume_points,
         validation_accuracy=validation.accuracy,
-        tokens_per_micro_batch=spec.training.tokens_per_micro_batch,
-        autocast_dtype=autocast_dtype(spec),
-        loss_scale=spec.loss_scale,
-        routing_replay=spec.arm.routing_replay,
         callbacks=[
             guard,
             CleanWeightsCallback(plan.recorder),
@@ -311,18 +311,8 @@ def _validation(
     refuse_leak(read_table(inputs.train_problems, ProblemTable)["question"], tests["question"])
     prompts = prompt_token_ids(problems["question"], spec.prompt, tokenizer, examples)
     _check_context(spec, inputs, prompts, tokenizer)
-    return ValidationCallback(
-        spec.training.validation_steps(spec.num_steps),
-        prompts,
-        problems["gold_answer"].to_list(),
-        tokenizer=tokenizer,
-        noise=noise,
-        audit=audit,
-        grade=grader(spec.scorer, spec.scorer_sha256),
-        max_response_tokens=spec.training.max_response_tokens,
-        seed=spec.random_seed,
-        stop_text=spec.prompt.stop_text,
-    )
+    golds = problems["gold_answer"].to_list()
+    return ValidationCallback(spec, prompts, golds, tokenizer=tokenizer, noise=noise, audit=audit)
 
 
 def _metrics_table(

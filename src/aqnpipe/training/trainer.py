@@ -23,8 +23,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, entropy_from_logits, selective_log_softmax
 
-from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.noise import Phase
+from aqnpipe.config.run import TrainingSpec
 from aqnpipe.data.prompts import tokenize_prompts
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.rollout_engines import Rollout, RolloutEngine
@@ -37,14 +37,13 @@ from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.table import SYNC
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.auditor import TrainingAudit
-from aqnpipe.training.breakdown import BreakdownGuard
+from aqnpipe.training.callbacks import BreakdownGuard
 from aqnpipe.training.micro_batches import Batch, Group, groups_by_tokens, micro_batches
 from aqnpipe.training.noise_plan import NoisePlan
-from aqnpipe.training.policy import BaseWeights, compute_in
+from aqnpipe.training.policy import BaseWeights, autocast_dtype, compute_in
 from aqnpipe.training.ranks import gathered
 from aqnpipe.training.resume import ResumePoints, load_rank_state, load_tensors, own_tensors, save_rank_state
-from aqnpipe.training.routing import RoutedRollouts
-from aqnpipe.training.sampler_distance import SamplerDistance
+from aqnpipe.training.sampler import RoutedRollouts, SamplerDistance
 from aqnpipe.training.verification import LOSS, Verifier
 
 _ROW = "sampler_row"
@@ -91,31 +90,26 @@ class NoisyGRPOTrainer(GRPOTrainer):
     def __init__(
         self,
         *,
+        spec: TrainingSpec,
         model: Any,
         args: GRPOConfig,
         noise_plan: NoisePlan,
         rollouts: RolloutEngine,
-        prompt_format: PromptFormat,
         guard: BreakdownGuard,
         audit: TrainingAudit,
         verifier: Verifier,
         resume_points: ResumePoints,
         validation_accuracy: dict[int, float],
-        tokens_per_micro_batch: int | None = None,
-        autocast_dtype: torch.dtype | None = None,
-        loss_scale: int = 1,
-        routing_replay: bool = False,
         **kwargs: Any,
     ) -> None:
         self.noise_plan = noise_plan
-        self._tokens_per_micro_batch = tokens_per_micro_batch
-        self.loss_scale = loss_scale
+        self._spec, self.loss_scale, computes_in = spec, spec.loss_scale, autocast_dtype(spec)
+        self._tokens_per_micro_batch = spec.training.tokens_per_micro_batch
         self._micro_batches: list[list[Batch]] = []
         self._micro_step = 0
         self.validation_accuracy = validation_accuracy
         self._rollouts = rollouts
         self._sampler_distance = SamplerDistance()
-        self._prompt_format = prompt_format
         self._guard = guard
         self.audit = audit
         self._verifier = verifier
@@ -129,10 +123,10 @@ class NoisyGRPOTrainer(GRPOTrainer):
         super().__init__(model=model, args=args, **kwargs)
         reference: Any = getattr(self, "ref_model", None)
         # accelerate computes in bfloat16 by itself (`args.bf16`), but for sharded models; float16 it refuses on CPUs.
-        if autocast_dtype is not None and (is_sharded(model) or not args.bf16):
-            compute_in(model, autocast_dtype)
-        if autocast_dtype is not None and reference is not None and not args.bf16:
-            compute_in(reference, autocast_dtype)
+        if computes_in is not None and (is_sharded(model) or not args.bf16):
+            compute_in(model, computes_in)
+        if computes_in is not None and reference is not None and not args.bf16:
+            compute_in(reference, computes_in)
         if is_sharded(model) and reference is not None:
             shard_model(reference, self.accelerator.device, is_trained=False)
         if kl_coefficient and has_adapters(model):
@@ -142,7 +136,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
         # other effect here, because this class draws and scores the rollouts itself.
         self.use_vllm = args.vllm_importance_sampling_correction
         self.resume_points = resume_points
-        self._routing = RoutedRollouts(self.policy, replays=routing_replay)
+        self._routing = RoutedRollouts(self.policy, replays=spec.arm.routing_replay)
         audit.attach(self)
         verifier.attach(self.policy)
 
@@ -161,7 +155,7 @@ class NoisyGRPOTrainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         """Tokenize prompts as evaluation and diagnosis do; there are no images."""
-        return tokenize_prompts(prompts, self._prompt_format, self.processing_class), None, {}
+        return tokenize_prompts(prompts, self._spec.prompt, self.processing_class), None, {}
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-import torch
 
 import aqnpipe.evaluation.stage as stage
 from aqnpipe.artifacts.files import read_json, read_table
@@ -72,15 +71,10 @@ def wrapped(original, change):
 
 _generate, _joined, _run_shard, _score = TransformersBackend.generate, shards._joined, shards.run_shard, stage.score
 _prompt_token_ids, _sampling_of, _shards_of = stage.prompt_token_ids, shards.sampling_of, shards.shards_of
-_key = shards.NoiseKey
 
 
 def shortened(completions):
     return [replace(one, token_ids=one.token_ids[:-1]) for one in completions]
-
-
-def other_end(completions):
-    return [replace(one, token_ids=[*one.token_ids[:-1], 5]) for one in completions]
 
 
 def rolled(items):
@@ -106,21 +100,9 @@ def labelled(problems, samples, tokenizer, level, *args):
     return _score(problems, samples, tokenizer, 0.1 - level, *args)
 
 
-def reversed_rows(self, prompts, sampling, **settings):
-    return _generate(self, prompts, sampling, **settings)[::-1]
-
-
 def only_under_noise(self, prompts, sampling, share_prefix=False):
     found = _generate(self, prompts, sampling, share_prefix=share_prefix)
     return found if share_prefix else rolled(found)
-
-
-def truncated_prompts(self, prompts, sampling, **settings):
-    return _generate(self, [prompt[-20:] for prompt in prompts], sampling, **settings)
-
-
-def of_first_seed(seed, step):
-    return _key(seed=3, step=step)
 
 
 def sampled_in_one_pass(spec, noise_seed, sample, batch):
@@ -171,11 +153,6 @@ def mask_of_ones(self, *args):
     self._bias.zero_()
 
 
-def positions_with_padding(self, *args):
-    _init(self, *args)
-    self._positions = torch.arange(self._positions.shape[1])[None].expand_as(self._positions).contiguous()
-
-
 def one_prefix(self, tokens):
     for buffer in self._buffers:
         buffer[1:, :, : tokens - 1] = buffer[:1, :, 1:tokens]
@@ -183,49 +160,23 @@ def one_prefix(self, tokens):
 
 CASES = {
     "questions shuffled against prompts": (
-        "shards_of",
-        wrapped(_shards_of, shuffled_questions),
+        (stage, "shards_of", wrapped(_shards_of, shuffled_questions)),
         r"for question test-\d+ the model read the prompt of question test-\d+",
     ),
-    "responses in another order": (reversed_rows, "response of .* tokens is not the one"),
-    "responses in another order under noise": (only_under_noise, r"level 0\.1.*is not the one"),
+    "responses in another order under noise": (
+        (TransformersBackend, "generate", only_under_noise),
+        r"level 0\.1.*is not the one",
+    ),
     "responses of two rows swapped": (
-        "_joined",
-        wrapped(_joined, other_rows_answers),
+        (shards, "_joined", wrapped(_joined, other_rows_answers)),
         "noise seed 4: question test-.* is not the one",
     ),
-    "cut one token early": (
-        wrapped(_generate, shortened),
-        "is not the one that the model gave .*: it was cut early",
-    ),
-    "last token replaced": (wrapped(_generate, other_end), "the last token of the response is 5, the model chose"),
-    "prompts truncated": (truncated_prompts, "the model read another prompt than its text"),
     "sampled in one pass": (
-        "sampling_of",
-        sampled_in_one_pass,
+        (shards, "sampling_of", sampled_in_one_pass),
         "noise seed 4: .*is not the most probable one; the study decodes greedily",
     ),
-    "one noise seed for all": (
-        "NoiseKey",
-        of_first_seed,
-        "keyed by seed 3, requested 4|keyed by noise seed 3, step 0, expected noise seed 4",
-    ),
-    "rows labelled with another level": ("score", labelled, "labelled with another noise level"),
+    "rows labelled with another level": ((stage, "score", labelled), "labelled with another noise level"),
 }
-
-
-SLOW = {"responses in another order under noise", "last token replaced"}
-
-
-def install(monkeypatch, target, value):
-    if target is None:
-        monkeypatch.setattr(TransformersBackend, "generate", value)
-    elif hasattr(stage, target) and target in ("score", "prompt_token_ids", "shards_of", "load_tokenizer"):
-        monkeypatch.setattr(stage, target, value)
-    else:
-        monkeypatch.setattr(shards, target, value)
-        if target == "run_shard":
-            monkeypatch.setattr("aqnpipe.evaluation.shards.run_shard", value)
 
 
 def refused(run, tmp_path, cause, **settings):
@@ -235,12 +186,10 @@ def refused(run, tmp_path, cause, **settings):
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".json", ".parquet")]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_an_accident_is_refused(run, tmp_path, monkeypatch, name):
-    *target, value, cause = CASES[name]
-    install(monkeypatch, target[0] if target else None, value)
+    target, cause = CASES[name]
+    monkeypatch.setattr(*target)
     refused(run, tmp_path, cause)
 
 
@@ -270,7 +219,7 @@ def test_other_prompts_are_refused(run, tmp_path, monkeypatch, value):
 def test_a_response_behind_the_stop_text_is_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr("aqnpipe.config.dataset.PromptFormat.stop_text", property(lambda self: None))
     # The words of the tiny model: it writes "####" often, "Question:" never.
-    monkeypatch.setattr("aqnpipe.evaluation.audit.judgement.Judge.stop_text", "#### ")
+    monkeypatch.setattr("aqnpipe.evaluation.audit.Judge.stop_text", "#### ")
     refused(run, tmp_path, "goes on behind the stop text '#### '")
 
 
@@ -288,8 +237,6 @@ def test_a_response_behind_the_stop_text_is_refused(run, tmp_path, monkeypatch):
             "another logit|cached keys of another|is not the one",
         ),
         ((transformers_backend._Batch, "keep"), rows_not_reordered, "tokens is not the one"),
-        ((transformers_backend._Batch, "__init__"), mask_of_ones, "another logit"),
-        ((transformers_backend._Batch, "__init__"), positions_with_padding, "another logit"),
     ],
 )
 def test_a_decoder_that_mixes_rows_up_is_refused(run, tmp_path, monkeypatch, target, value, cause):

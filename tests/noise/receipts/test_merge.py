@@ -10,7 +10,7 @@ from aqnpipe.errors import ReceiptError
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder, merge_states, merged_receipt
 
 NOISE = OperatorNoise.model_validate({"operators": "matmul", "error": {"kind": "relative_gaussian", "scale": 0.05}})

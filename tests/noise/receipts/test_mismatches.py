@@ -18,7 +18,7 @@ from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.aqn import noised_rollout, target_factors
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder, mismatches
 
 KEY = NoiseKey(seed=0, step=0)

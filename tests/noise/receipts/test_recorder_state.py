@@ -9,7 +9,7 @@ from aqnpipe.config.noise import Fault, NoiseSpec, OperatorNoise
 from aqnpipe.machine.machine import NoiseKey
 from aqnpipe.noise.injection.faults import ActiveFaults
 from aqnpipe.noise.injection.phase import phase_noise
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 
 NOISE = OperatorNoise(operators="matmul", error={"kind": "relative_gaussian", "scale": 0.05})

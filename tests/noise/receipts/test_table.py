@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aqnpipe.config.noise import NoiseSpec, RelativeGaussian
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.noise.receipts.table import Row, fault_operator, grouped
 

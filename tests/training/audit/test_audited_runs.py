@@ -117,13 +117,6 @@ def around(owner, name, make):
     return patch
 
 
-def with_inputs(change):
-    """Change the tensors that the loss gets."""
-    return around(
-        GRPOTrainer, "_compute_loss", lambda o: lambda self, model, inputs: o(self, model, change({**inputs}))
-    )
-
-
 def with_attribute(**values):
     """Change attributes of the trainer after it is built."""
 
@@ -197,17 +190,9 @@ def checkpoint_of_the_step_before(original):
     return save
 
 
-def drop_attention(model):
-    model.model.layers[0].self_attn.attention_dropout = 0.1
-
-
 def scale_weights(model):
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(1.01)
-
-
-def masked_reference(self, original, model, phase, *args, **kwargs):
-    return original(self, self.model if phase == "reference" else model, phase, *args, **kwargs)
 
 
 KL = {"kl_coefficient": 0.05}
@@ -224,15 +209,6 @@ SABOTAGES = {
         {**OFF_POLICY, "clip_ratio": 1e-3, "clip_ratio_c": 1.002},
         "ratios are not limited to clip_ratio_c",
     ),
-    "advantages not normalised": (
-        changed(
-            "advantages = advantages / (std_rewards + 1e-4)",
-            "pass",
-            inspect.unwrap(GRPOTrainer._generate_and_score_completions),
-        ),
-        {},
-        "not divided by the standard deviation",
-    ),
     "constant rewards": (
         with_rewards(lambda completions, **_: [1.0] * len(completions)),
         {},
@@ -243,56 +219,17 @@ SABOTAGES = {
         {},
         "sign of the advantages",
     ),
-    "temperature of the sampler": (with_draws(temperature=0.5), {}, "tokens sampled in rollouts: .*temperature 0"),
     "seed of the sampler": (with_draws(seed=1), {}, "tokens sampled in rollouts: .*another seed"),
-    "temperature of the scores": (
-        around(trainer, "selective_log_softmax", lambda o: lambda logits, ids: o(logits / 1.5, ids)),
-        {},
-        "temperature|scaled",
-    ),
-    "logits rounded by the sampler": (
-        around(
-            transformers_backend._Draws,
-            "__call__",
-            lambda o: lambda self, logits, rows: o(self, logits.bfloat16().float(), rows),
-        ),
-        {},
-        "the sampler noted a log-probability|are not those of the study's draws",
-    ),
     "update without effect": (around(torch.optim.AdamW, "step", every_second), {}, "update 2 changed no weight"),
     "other initial weights": (
         with_policy(scale_weights),
         {},
         "before training is not the weight of the prepared model",
     ),
-    "dropout": (with_policy(drop_attention), {}, r"attention_dropout is 0\.1"),
     "checkpoint of the step before": (
         around(CheckpointCallback, "on_step_end", checkpoint_of_the_step_before),
         {},
         "in the checkpoint of step 2 is not the weight in memory",
-    ),
-    "fewer completions per prompt": (with_attribute(num_generations=4), {}, "num_generations is 4"),
-    "unfinished completions masked": (
-        changed(
-            'mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]',
-            "mask = completion_mask * ~completion_mask.bool().all(1, keepdim=True)",
-        ),
-        {},
-        "completions without an end token are left out",
-    ),
-    "reference is the policy": (
-        around(
-            NoisyGRPOTrainer,
-            "_phase",
-            lambda o: lambda self, *a, **k: masked_reference(self, o, *a, **k),
-        ),
-        {},
-        "not computed by the reference model",
-    ),
-    "denominator": (
-        changed("loss = (per_token_loss * mask).sum() / normalizer", "loss = (per_token_loss * mask).mean()"),
-        {},
-        "the loss is scaled by",
     ),
     "loss scaled on its way": (
         around(Accelerator, "backward", lambda o: lambda self, loss, **k: o(self, 2 * loss, **k)),
@@ -334,11 +271,6 @@ SABOTAGES = {
         "bfloat16",
     ),
     "float32 in place of float16": (around(trainer, "compute_in", lambda o: lambda *a: None), HALF, "float32"),
-    "old log-probabilities of other rows": (
-        with_inputs(lambda i: {**i, "old_per_token_logps": i["old_per_token_logps"].roll(1, 0)}),
-        OFF_POLICY,
-        "old log-probabilities",
-    ),
     "validation sampled": (
         around(transformers_backend, "_most_probable", lambda o: lambda logits, rows: logits.argmin(-1)),
         {},

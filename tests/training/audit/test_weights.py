@@ -7,8 +7,7 @@ from random_models import random_mixture_of
 from aqnpipe.config.training import LoraConfig
 from aqnpipe.models.adapters import add_adapters
 from aqnpipe.models.loading import load_model
-from aqnpipe.training.audit.measure import Ledger
-from aqnpipe.training.audit.weights import WeightAudit
+from aqnpipe.training.audit.measure import Ledger, WeightAudit
 
 MIXTURES = ("mixtral", "granitemoe", "deepseek_v3")
 

@@ -11,7 +11,7 @@ from typing import Any
 from aqnpipe.errors import ReceiptError
 from aqnpipe.noise.injection.sites import FORWARD_KINDS
 from aqnpipe.noise.kernels.shards import Shard
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import RecorderState
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder, differing, label, paired, problems_of_workers, refuse
 from aqnpipe.noise.receipts.table import Row, grouped
 

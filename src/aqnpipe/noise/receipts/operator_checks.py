@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from aqnpipe.config.custom_code import CustomError
 from aqnpipe.config.measured_noise import LayerErrors, MeasuredError
@@ -14,8 +15,10 @@ from aqnpipe.config.noise import (
     requested_size,
 )
 from aqnpipe.noise.receipts.passes import noised_places, places_with_gradients
-from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.receipts.table import Row, TablePhase
+
+if TYPE_CHECKING:
+    from aqnpipe.noise.receipts.receipt import Receipt
 
 _LISTED_CONTRADICTIONS = 8
 
@@ -63,7 +66,7 @@ _FUSED_ADVICE = (
 )
 
 
-def operator_problems(receipt: ReceiptContent, *, has_ended: bool = True, is_share: bool = False) -> Iterator[str]:
+def operator_problems(receipt: "Receipt", *, has_ended: bool = True, is_share: bool = False) -> Iterator[str]:
     """Yield one line per mismatch in operator and module noise.
 
     `has_ended`: every phase must have run. `is_share`: the receipt is of one worker of several, and all rewards of its
@@ -95,7 +98,7 @@ def _is_requested(noise: OperatorNoise | ModuleNoise | None, phase: TablePhase) 
     return noise is not None and noise.is_active and phase in noise.phases
 
 
-def _phases_that_did_not_run(receipt: ReceiptContent) -> Iterator[str]:
+def _phases_that_did_not_run(receipt: "Receipt") -> Iterator[str]:
     ran = {record.phase for record in receipt.phases if record.passes}
     yield from (f"phase {phase} never ran" for phase in receipt.expected_phases if phase not in ran)
     for noise in (receipt.operator_noise, receipt.module_noise):
@@ -104,7 +107,7 @@ def _phases_that_did_not_run(receipt: ReceiptContent) -> Iterator[str]:
             yield f"noise was requested in {', '.join(noise.phases)} alone, which never ran"
 
 
-def _noise_that_was_not_requested(receipt: ReceiptContent) -> Iterator[str]:
+def _noise_that_was_not_requested(receipt: "Receipt") -> Iterator[str]:
     """Yield a line per phase and error that was put on anything else than what it was requested of."""
     found: dict[tuple[str, str, float], list[Row]] = {}
     for cell in receipt.cells:
@@ -121,7 +124,7 @@ def _noise_that_was_not_requested(receipt: ReceiptContent) -> Iterator[str]:
             yield f"{record.phase}: {difference}, no noise was requested"
 
 
-def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Row) -> Iterator[str]:
+def _coverage_problems(receipt: "Receipt", noise: OperatorNoise, record: Row) -> Iterator[str]:
     """Yield mismatches between the layers and operators that `noise` requests and those with noise in one phase."""
     cells = [cell for cell in receipt.cells if cell.phase == record.phase and cell.calls > 0 and not cell.is_module]
     reached: dict[int | None, set[str]] = {}
@@ -147,7 +150,7 @@ def _coverage_problems(receipt: ReceiptContent, noise: OperatorNoise, record: Ro
         yield f"{without_noise} of {record.flops} operations of its forward passes had no noise"
 
 
-def _is_everywhere(receipt: ReceiptContent, noise: OperatorNoise) -> bool:
+def _is_everywhere(receipt: "Receipt", noise: OperatorNoise) -> bool:
     """Return whether all products were to have noise; an arm that names its layers accepts products around them."""
     is_whole = noise.layers is None and len(noised_places(receipt)) == receipt.num_layers + 1
     # A quantization changes the operands of products with a weight, not the two products of attention.
@@ -178,7 +181,7 @@ def _operator_kinds(noise: OperatorNoise) -> list[tuple[str, ...]]:
     return [_PRODUCTS, attention, *([_NORMS, _ACTIVATIONS] if noise.operators == "all" else [])]
 
 
-def _audit_problems(receipt: ReceiptContent, record: Row) -> Iterator[str]:
+def _audit_problems(receipt: "Receipt", record: Row) -> Iterator[str]:
     if not record.passes:
         return
     found = list(record.contradictions.items())
@@ -196,13 +199,13 @@ def _audit_problems(receipt: ReceiptContent, record: Row) -> Iterator[str]:
         yield "no number of its noise was recomputed"
 
 
-def _has_noised_parts(receipt: ReceiptContent, phase: TablePhase) -> bool:
+def _has_noised_parts(receipt: "Receipt", phase: TablePhase) -> bool:
     """Return whether any layer of this model was requested to have noise in `phase`."""
     on_operators = _is_requested(receipt.operator_noise, phase) and bool(noised_places(receipt))
     return on_operators or _is_requested(receipt.module_noise, phase)
 
 
-def _only_quantizes(receipt: ReceiptContent, phase: TablePhase) -> bool:
+def _only_quantizes(receipt: "Receipt", phase: TablePhase) -> bool:
     """Return whether the noise of a phase has no values of its own: a quantization changes operands of products."""
     noise = receipt.operator_noise
     is_quantization = noise is not None and isinstance(noise.error, FakeQuantization)
@@ -212,7 +215,7 @@ def _only_quantizes(receipt: ReceiptContent, phase: TablePhase) -> bool:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def _requested_error(receipt: ReceiptContent, cell: Row) -> AppliedError | None:
+def _requested_error(receipt: "Receipt", cell: Row) -> AppliedError | None:
     noise = receipt.module_noise if cell.is_module else receipt.operator_noise
     if noise is None or not _is_requested(noise, cell.phase):
         return None
@@ -222,14 +225,14 @@ def _requested_error(receipt: ReceiptContent, cell: Row) -> AppliedError | None:
     return error.operators.get(cell.operator.partition(".")[2]) if isinstance(error, LayerErrors) else error
 
 
-def _noise_of_wrong_size(receipt: ReceiptContent) -> list[str]:
+def _noise_of_wrong_size(receipt: "Receipt") -> list[str]:
     # Where the numbers are wrong, their size is no second problem.
     contradicted = {record.phase for record in receipt.phases if record.contradictions}
     cells = [cell for cell in receipt.cells if cell.phase not in contradicted and _requested_error(receipt, cell)]
     return [problem for cell in cells for problem in size_problems(cell)] + mean_problems(cells)
 
 
-def _noise_without_size(receipt: ReceiptContent) -> Iterator[str]:
+def _noise_without_size(receipt: "Receipt") -> Iterator[str]:
     for phase in dict.fromkeys(cell.phase for cell in receipt.cells if cell.is_zero):
         if not any(cell.measured_elements for cell in receipt.cells if cell.phase == phase):
             yield f"{phase} noise has no size: all results that were recomputed are zero"
@@ -289,7 +292,7 @@ def _mean_problem(where: str, sums: Row) -> Iterator[str]:
         yield f"{where}: the error has a mean of {mean:.3g}, requested 0; chance explains {allowed:.2g}"
 
 
-def _custom_error_problems(receipt: ReceiptContent) -> Iterator[str]:
+def _custom_error_problems(receipt: "Receipt") -> Iterator[str]:
     """Yield one line per phase whose error of a user's own had no effect, or another size than was announced."""
     for noise in (receipt.operator_noise, receipt.module_noise):
         if noise is None or not isinstance(noise.error, CustomError):

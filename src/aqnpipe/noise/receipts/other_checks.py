@@ -7,11 +7,14 @@ and masks gradients where it replaces values.
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from aqnpipe.config.noise import AdaptiveNoise, Fault
-from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.receipts.table import Row
 from aqnpipe.noise.schedule import sigma_at
+
+if TYPE_CHECKING:
+    from aqnpipe.noise.receipts.receipt import Receipt
 
 _MASKING_FAULTS = frozenset({"dead_zone", "saturation", "spike"})
 """Faults that replace an element by another value, which has no gradient; the other faults add to the element."""
@@ -20,7 +23,7 @@ _MASKING_FAULTS = frozenset({"dead_zone", "saturation", "spike"})
 # -- AQN ---------------------------------------------------------------------------------------------------------------
 
 
-def aqn_problems(receipt: ReceiptContent, steps_done: int) -> Iterator[str]:
+def aqn_problems(receipt: "Receipt", steps_done: int) -> Iterator[str]:
     """Yield one line per mismatch between the requested and the measured noise of AQN in the steps done."""
     aqn, syncs = receipt.aqn, receipt.weight_syncs
     if aqn is not None:
@@ -33,7 +36,7 @@ def aqn_problems(receipt: ReceiptContent, steps_done: int) -> Iterator[str]:
         yield from _norm_problems(receipt)
 
 
-def _sync_times(receipt: ReceiptContent, aqn: AdaptiveNoise, steps_done: int) -> Iterator[str]:
+def _sync_times(receipt: "Receipt", aqn: AdaptiveNoise, steps_done: int) -> Iterator[str]:
     if receipt.steps_per_rollout:
         due = [(step, receipt.num_workers) for step in range(0, steps_done, receipt.steps_per_rollout)]
         if [(sync.step, sync.calls) for sync in receipt.weight_syncs] != due:
@@ -45,7 +48,7 @@ def _sync_times(receipt: ReceiptContent, aqn: AdaptiveNoise, steps_done: int) ->
         yield f"AQN: layer_sigmas_from is {machine!r}, the receipt has {factors}"
 
 
-def _sync_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> Iterator[str]:
+def _sync_problems(receipt: "Receipt", aqn: AdaptiveNoise) -> Iterator[str]:
     counts = _target_counts(receipt, aqn)
     for sync in receipt.weight_syncs:
         where = f"AQN step {sync.step}"
@@ -61,7 +64,7 @@ def _sync_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> Iterator[str]
             yield f"{where}: measured sigma {sync.sigma_measured:.4g}, requested {sync.sigma_requested:.4g}"
 
 
-def _target_counts(receipt: ReceiptContent, aqn: AdaptiveNoise) -> tuple[int, ...]:
+def _target_counts(receipt: "Receipt", aqn: AdaptiveNoise) -> tuple[int, ...]:
     """Return the possible numbers of targets. For auto it depends on the kind of model, which is not recorded."""
     match aqn.targets:
         case "auto":
@@ -72,7 +75,7 @@ def _target_counts(receipt: ReceiptContent, aqn: AdaptiveNoise) -> tuple[int, ..
             return (receipt.num_layers,)
 
 
-def _layer_factor_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> Iterator[str]:
+def _layer_factor_problems(receipt: "Receipt", aqn: AdaptiveNoise) -> Iterator[str]:
     for cell in receipt.weight_cells:
         requested = aqn.factor(cell.layer, receipt.layer_factors)
         if cell.wrong or not math.isclose(cell.sigma_requested, requested, rel_tol=1e-6):
@@ -91,7 +94,7 @@ def _layer_factor_problems(receipt: ReceiptContent, aqn: AdaptiveNoise) -> Itera
             yield f"AQN: noise was requested in layers {missing}{where}, none was measured there"
 
 
-def _norm_problems(receipt: ReceiptContent) -> Iterator[str]:
+def _norm_problems(receipt: "Receipt") -> Iterator[str]:
     """Yield phases with noise on the norm weights, other than rollouts whose AQN requests it, and the reverse."""
     on_norms = receipt.aqn is not None and receipt.aqn.targets != "hidden_states"
     due = sum(sync.calls for sync in receipt.weight_syncs if sync.sigma_requested > 0) if on_norms else 0
@@ -110,7 +113,7 @@ def _norm_problems(receipt: ReceiptContent) -> Iterator[str]:
 # -- keys and values in a cache ----------------------------------------------------------------------------------------
 
 
-def cache_problems(receipt: ReceiptContent, *, has_ended: bool) -> Iterator[str]:
+def cache_problems(receipt: "Receipt", *, has_ended: bool) -> Iterator[str]:
     """Yield one line per mismatch in the rounding of keys and values. `has_ended`: every phase must have run."""
     noise = receipt.kv_cache
     passes = {record.phase: record.passes for record in receipt.phases}
@@ -150,7 +153,7 @@ def _of_layer(row: Row, passes: int) -> Iterator[str]:
 # -- simulated faults --------------------------------------------------------------------------------------------------
 
 
-def fault_problems(receipt: ReceiptContent) -> Iterator[str]:
+def fault_problems(receipt: "Receipt") -> Iterator[str]:
     """Yield one line per mismatch between the requested faults and those that ran."""
     unknown = {cell.fault for cell in receipt.fault_cells} - set(range(len(receipt.faults)))
     for number in sorted(unknown):
@@ -166,7 +169,7 @@ def fault_problems(receipt: ReceiptContent) -> Iterator[str]:
         yield from _gradient_problems(receipt, number, fault, where)
 
 
-def _gradient_problems(receipt: ReceiptContent, number: int, fault: Fault, where: str) -> Iterator[str]:
+def _gradient_problems(receipt: "Receipt", number: int, fault: Fault, where: str) -> Iterator[str]:
     flow = next((flow for flow in receipt.gradient_flows if flow.fault == number), None)
     alone = sum(other.layer == fault.layer and other.site == fault.site for other in receipt.faults) == 1
     if flow is None:

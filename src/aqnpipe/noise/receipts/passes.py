@@ -5,19 +5,21 @@ seen, so noise that stops after some steps, a phase that skips one, or a pass in
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aqnpipe.config.model import Attention
 from aqnpipe.models.layout import ATTENTION_KERNELS
-from aqnpipe.noise.receipts.receipt_content import ReceiptContent
 from aqnpipe.noise.receipts.table import Row, TablePhase
+
+if TYPE_CHECKING:
+    from aqnpipe.noise.receipts.receipt import Receipt
 
 _LISTED_STEPS = 4
 _STATED = {"formats": "", "modes": " mode", "attention": " attention", "algorithms": " algorithms"}
 """Columns with what the study states of every pass, and the word behind their values."""
 
 
-def pass_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
+def pass_problems(receipt: "Receipt", steps_done: int) -> list[str]:
     """Return one line per difference between the required passes of the steps done and the rows that were seen."""
     seen = {(row.phase, row.step): row for row in receipt.rows if row.step is not None and not row.operator}
     parts = _noised_parts(receipt)
@@ -44,7 +46,7 @@ def pass_problems(receipt: ReceiptContent, steps_done: int) -> list[str]:
     return [*(f"{problem}, in {_steps(steps)}" for problem, steps in found.items()), *dict.fromkeys(late)]
 
 
-def places_with_gradients(receipt: ReceiptContent, phase: TablePhase) -> set[int]:
+def places_with_gradients(receipt: "Receipt", phase: TablePhase) -> set[int]:
     """Return the layers, and as the number after them the output projection, that a phase must reach.
 
     A backward pass must reach those whose inputs need a gradient. In others, as below the first adapter, some products
@@ -56,7 +58,7 @@ def places_with_gradients(receipt: ReceiptContent, phase: TablePhase) -> set[int
     return set().union(*needing)
 
 
-def noised_places(receipt: ReceiptContent) -> set[int]:
+def noised_places(receipt: "Receipt") -> set[int]:
     """Return the layers, and as the number after them the output projection, of which operator noise was requested."""
     noise, places = receipt.operator_noise, range(receipt.num_layers + 1)
     if noise is None or not noise.is_active:
@@ -64,7 +66,7 @@ def noised_places(receipt: ReceiptContent) -> set[int]:
     return {place for place in places if noise.error_in(place if place < receipt.num_layers else None) is not None}
 
 
-def _noised_parts(receipt: ReceiptContent) -> Mapping[TablePhase, int]:
+def _noised_parts(receipt: "Receipt") -> Mapping[TablePhase, int]:
     """Return in how many parts of the model each pass of a phase needs an error, for the phases that have noise."""
     noised, noise = noised_places(receipt), receipt.operator_noise
     phases = noise.phases if noise is not None and noise.is_active else ()

@@ -19,8 +19,7 @@ from aqnpipe.config.noise import NoiseSpec, Phase
 from aqnpipe.errors import ReceiptError
 from aqnpipe.models.layout import is_rms_norm, layer_of, norms_sha256, weight_of
 from aqnpipe.models.sharding import matrices_sha256
-from aqnpipe.noise.receipts.receipt import Receipt
-from aqnpipe.noise.receipts.receipt_content import RecorderState
+from aqnpipe.noise.receipts.receipt import Receipt, RecorderState
 from aqnpipe.noise.receipts.table import REQUEST, SYNC, Row, Rows, grouped
 from aqnpipe.noise.schedule import sigma_at
 
@@ -38,7 +37,7 @@ _GENERATING_PHASES = frozenset({"rollout", "validation"})
 class ReceiptRecorder(Rows):
     """Accumulates the measurements of a run or an evaluation pass, for its receipt.
 
-    The receipt compares the measurements with `requested`; `about`: its other fields, see `ReceiptContent`. The
+    The receipt compares the measurements with `requested`; `about`: its other fields, see `Receipt`. The
     recorder injects nothing. `seed` is the seed that all noise must be drawn with; None accepts any.
     `clean_norm_weights` are the norm weights without AQN, by module name, if they are known. `hidden`: what was
     measured of AQN's noise on the hidden states of each layer, until the end of the rollout or of the actor's pass.
@@ -212,11 +211,11 @@ class ReceiptRecorder(Rows):
 
     def receipt(self) -> Receipt:
         """Return the receipt of everything recorded so far."""
-        return self._request.with_measured(self.state())
+        return self._request.model_copy(update={"rows": self.state().rows})
 
     def problems_of(self, state: RecorderState) -> list[str]:
         """Return the problems of the receipt of one worker of several."""
-        return self._request.with_measured(state).problems(is_share=True)
+        return self._request.model_copy(update={"rows": state.rows}).problems(is_share=True)
 
 
 def mismatches(name: str, installed: Any, requested: Any) -> list[str]:

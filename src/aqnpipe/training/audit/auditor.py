@@ -34,19 +34,15 @@ from aqnpipe.models.loading import load_tokenizer
 from aqnpipe.models.sharding import is_sharded
 from aqnpipe.reference.decoder import Choice, DecodingTrace, unobserved
 from aqnpipe.seeding import derive_seed
-from aqnpipe.training.audit.measure import Ledger
-from aqnpipe.training.audit.rollouts import RolloutAudit, check_decoding
-from aqnpipe.training.audit.routing import RoutingAudit
+from aqnpipe.training.audit.measure import Ledger, WeightAudit, adapters_are_off
+from aqnpipe.training.audit.rollouts import RolloutAudit, RoutingAudit, check_decoding
 from aqnpipe.training.audit.scoring import ScoringAudit, reaches_around
 from aqnpipe.training.audit.settings import check_adapters, check_dropout, check_trainable, check_trainer
 from aqnpipe.training.audit.updates import Updates
-from aqnpipe.training.audit.weights import WeightAudit, adapters_are_off
 from aqnpipe.training.ranks import gathered, rank_and_size
 
 _ONE_AUDITED_IN = 16
 _SHOWN = 3
-
-
 _OF_A_GRADIENT = re.compile(r"(worker \d+ of \d+: )?backward ")
 """Problems of a receipt that are about the noise of a gradient."""
 
@@ -74,11 +70,8 @@ class TrainingAudit(TrainerCallback):
     ) -> None:
         self.ledger = ledger = Ledger()
         self._report = ledger.report
-        self._spec = spec
-        self._model = model
-        self._tokenizer = tokenizer
-        self._model_folder = model_folder
-        self._checkpoint_folder = checkpoints
+        self._spec, self._model, self._tokenizer = spec, model, tokenizer
+        self._model_folder, self._checkpoint_folder = model_folder, checkpoints
         self._receipt_steps = frozenset(receipt_steps)
         self._always_audited = frozenset(audited_at_start(spec))
         # Without them only the request and the log-probabilities are compared: the logits are in another process.
@@ -113,9 +106,8 @@ class TrainingAudit(TrainerCallback):
 
     def is_audited(self, step: int) -> bool:
         """Return whether the numbers of optimiser step `step`, counted from 1, are recomputed."""
-        if step in self._always_audited:
-            return True
-        return derive_seed(self._spec.random_seed, "audited steps", step) % _ONE_AUDITED_IN == 0
+        is_drawn = derive_seed(self._spec.random_seed, "audited steps", step) % _ONE_AUDITED_IN == 0
+        return step in self._always_audited or is_drawn
 
     @contextmanager
     def rehearsal(self, step: int) -> Iterator[None]:
@@ -125,139 +117,19 @@ class TrainingAudit(TrainerCallback):
         yield
         self._is_rehearsal, self._updates.arrived = False, arrived
 
-    def begin_validation(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Note that greedy validation of this worker's prompts begins."""
-        rank, workers = rank_and_size()
-        if [list(prompt) for prompt in prompts] != self._tests.prompts[rank::workers]:
-            self._report(
-                f"validation after step {self.ledger.steps}: its prompts are not the first "
-                f"{self._spec.training.validation_questions} test questions in their order"
-            )
-        self._validation = DecodingTrace(prompts, self._tokenizer.pad_token_id, Choice())
-
-    def end_validation(self, completions: Sequence[Completion]) -> None:
-        """Grade the validation again; a collective operation."""
-        rank, workers = rank_and_size()
-        responses = [list(completion.token_ids) for completion in completions]
-        step, spec = self.ledger.steps, self._spec
-        if self._validation is not None:
-            check_decoding(VALIDATION_DRAWS, self._validation, responses, self.ledger)
-        self._validation = None
-        texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
-        golds = self._tests.golds[rank::workers]
-        if len(texts) != len(golds):
-            self._report(f"validation after step {step} has {len(texts)} answers to {len(golds)} questions")
-            return
-        grade, stop = grader(spec.scorer, spec.scorer_sha256), spec.prompt.stop_text
-        right = [grade(end_of_response(text, stop), gold).correct for text, gold in zip(texts, golds, strict=True)]
-        self.ledger.validated[step] = sum(gathered(sum(right)))
+    # -- what a run does, in its order ---------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the trainer's settings, and observe its optimiser."""
         optimizer = kwargs["optimizer"]
         self._updates.attach(getattr(optimizer, "optimizer", optimizer))
         counted = dict(self.ledger.recomputed)
-        check_trainer(self._trainer, self._spec, self.ledger)
-        check_adapters(self._model, self._spec, self.ledger)
+        self._check_settings()
         check_trainable(self._model, self._spec, self.ledger)
         check_dropout(self._model, self._spec, self._model_folder, self.ledger)
         self._refuse(self.ledger.problems)
         # A run that is resumed begins more than once, and has the same record.
         self.ledger.recomputed = counted
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare the step that ended with the study; the run is refused when the step is logged."""
-        step = self.ledger.steps
-        self._scoring.end_step(step)
-        if state.global_step != step:
-            self._report(
-                f"the trainer counts {state.global_step} optimiser steps, the optimiser made {step}: a step was "
-                "skipped or made twice"
-            )
-        if step % self._spec.training.steps_per_rollout == 0:
-            self._scoring.end_rollout()
-        if self.is_audited(step):
-            self.ledger.audited_steps.append(step)
-            if len(set(gathered(self._weights.check_frozen()))) > 1:
-                self._report(f"the workers have different weights after step {step}: gradients were not averaged")
-            check_trainer(self._trainer, self._spec, self.ledger)
-            check_adapters(self._model, self._spec, self.ledger)
-        self._check_accuracies()
-        self._check_checkpoint(step)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Compare the rewards of the step, then refuse the run if any worker found a problem."""
-        if not logs or "loss" not in logs:
-            return
-        if "reward" in logs and abs(logs["reward"] - self._rollouts.mean_reward) > 1e-5:
-            # The cause of wrong advantages and gradients, which need no line of their own.
-            self._refuse(
-                [
-                    f"rewards of step {self.ledger.steps}: the trainer's mean is {logs['reward']:.4g}, the texts "
-                    f"graded again give {self._rollouts.mean_reward:.4g}"
-                ]
-            )
-        if self.is_audited(self.ledger.steps):
-            self._refuse([problem for problems in gathered(self.ledger.problems) for problem in problems])
-        self._refuse(self.ledger.problems)
-        if self.ledger.steps in self._receipt_steps:
-            try:
-                self._trainer.noise_plan.recorder.receipt().check(self.ledger.steps)
-            except ReceiptError as error:
-                # Rewards of other workers, or of later steps on the same rollout, may differ within their groups.
-                if self.ledger.had_advantage or not _is_about_gradients(error):
-                    raise
-
-    def lacks_only_gradients(self, error: ReceiptError) -> bool:
-        """Return whether a receipt was refused as no reward differed within a group: no gradient, so no noise on it."""
-        return _is_about_gradients(error) and not self.ledger.differing_groups
-
-    def why_no_gradient(self) -> str:
-        """Return what the rewards of a run were in which no group had different ones."""
-        completions = self.ledger.completions
-        if self._spec.training.rewards or any(self.ledger.correct):
-            return (
-                f"no reward that differs within a group: each of {completions} responses has the reward of its whole "
-                "group; expected other questions or training.rewards, or a higher training.temperature"
-            )
-        return (
-            f"no reward in any group: all {completions} responses have reward 0; expected a model that sometimes ends "
-            "with `#### number`, easier questions, or a larger training.max_response_tokens"
-        )
-
-    def facts(self) -> TrainingFacts:
-        """Return the facts of this worker so far."""
-        found = {name: value for name, value in self.ledger if name in TrainingFacts.model_fields}
-        return TrainingFacts(
-            **found | {"recomputed": dict(sorted(self.ledger.recomputed.items()))},
-            num_workers=rank_and_size()[1],
-            not_checked=self._not_checked,
-        )
-
-    def facts_of_all(self) -> TrainingFacts:
-        """Return the checked facts of the run; a collective operation. Raises ReceiptError on any difference."""
-        # Settings may have changed behind the last audited step.
-        check_trainer(self._trainer, self._spec, self.ledger)
-        check_adapters(self._model, self._spec, self.ledger)
-        self._check_accuracies()
-        facts = merged_facts(gathered(self.facts()))
-        self._refuse(facts.problems or fact_problems(facts, self._spec))
-        return facts
-
-    def _check_accuracies(self) -> None:
-        """Compare the accuracies that the run will store with the validations that were graded again."""
-        for step, accuracy in self._trainer.validation_accuracy.items():
-            found = self.ledger.validated.get(step, math.nan) / len(self._tests.golds)
-            if not abs(accuracy - found) <= 1e-12:
-                self._report(
-                    f"validation after step {step} is stored with an accuracy of {accuracy:.4g}, graded again it is "
-                    f"{found:.4g}"
-                )
-
-    def _refuse(self, problems: Sequence[str]) -> None:
-        if problems:
-            shown = "; ".join(list(dict.fromkeys(problems))[:_SHOWN])
-            raise ReceiptError(f"receipt invalid: training: {shown}")
 
     def begin_rollout(self, rollout: Rollout) -> None:
         """Compare the request for a rollout."""
@@ -281,28 +153,27 @@ class TrainingAudit(TrainerCallback):
             trace = self._validation or self._rollouts.trace
             if kwargs.get("past_key_values") is not None:
                 if trace is not None:
-                    experts = self._routing.of_pass(len(output.logits))
-                    trace.note(kwargs, output.logits.detach(), experts)
-            elif _is_scoring(kwargs):
+                    trace.note(kwargs, output.logits.detach(), self._routing.of_pass(len(output.logits)))
+            # Log-probabilities of completions need the logits of several places, and no cache.
+            elif isinstance(kwargs.get("logits_to_keep"), int) and kwargs.get("attention_mask") is not None:
                 self._observe_scoring(kwargs, output.logits, module)
 
     def _observe_scoring(self, kwargs: dict[str, Any], logits: Any, module: nn.Module) -> None:
+        kind, is_audited = "old", self._audits_rollout(self.ledger.steps)
         if logits.requires_grad:
             self._updates.end_micro_batch()
-            is_audited = self.is_audited(self.ledger.steps + 1)
+            kind, is_audited = "trained", self.is_audited(self.ledger.steps + 1)
             if is_audited:
                 check_dropout(module, self._spec, self._model_folder, self.ledger)
             self._logits = logits if is_audited else None
-            self._routing.check_replay(kwargs, self._scoring.book)
-            self._scoring.observe(kwargs, logits, "trained", is_audited)
-            return
-        audited = self._audits_rollout(self.ledger.steps)
-        if module is self._model and not adapters_are_off(module):
-            self._routing.check_replay(kwargs, self._scoring.book)
-            self._scoring.observe(kwargs, logits, "old", audited)
-        elif audited:
+        elif module is not self._model or adapters_are_off(module):
+            if not is_audited:
+                return
+            kind = "reference"
             self._check_reference(module)
-            self._scoring.observe(kwargs, logits, "reference", audited)
+        if kind != "reference":
+            self._routing.check_replay(kwargs, self._scoring.book)
+        self._scoring.observe(kwargs, logits, kind, is_audited)
 
     def _check_graph(self, loss: Tensor) -> None:
         """Compare what the loss of an audited micro-batch depends on."""
@@ -319,30 +190,134 @@ class TrainingAudit(TrainerCallback):
             self._referenced = self.ledger.steps
             self._weights.check_reference(module)
 
+    def begin_validation(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Note that greedy validation of this worker's prompts begins."""
+        rank, workers = rank_and_size()
+        if [list(prompt) for prompt in prompts] != self._tests.prompts[rank::workers]:
+            self._report(
+                f"validation after step {self.ledger.steps}: its prompts are not the first "
+                f"{self._spec.training.validation_questions} test questions in their order"
+            )
+        self._validation = DecodingTrace(prompts, self._tokenizer.pad_token_id, Choice())
+
+    def end_validation(self, completions: Sequence[Completion]) -> None:
+        """Grade the validation again; a collective operation."""
+        rank, workers = rank_and_size()
+        responses = [list(completion.token_ids) for completion in completions]
+        step, spec = self.ledger.steps, self._spec
+        if self._validation is not None:
+            check_decoding(VALIDATION_DRAWS, self._validation, responses, self.ledger)
+        self._validation = None
+        texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
+        golds = self._tests.golds[rank::workers]
+        if len(texts) != len(golds):
+            return self._report(f"validation after step {step} has {len(texts)} answers to {len(golds)} questions")
+        grade, stop = grader(spec.scorer, spec.scorer_sha256), spec.prompt.stop_text
+        right = [grade(end_of_response(text, stop), gold).correct for text, gold in zip(texts, golds, strict=True)]
+        self.ledger.validated[step] = sum(gathered(sum(right)))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare the step that ended with the study; the run is refused when the step is logged."""
+        step = self.ledger.steps
+        self._scoring.end_step(step)
+        if state.global_step != step:
+            self._report(
+                f"the trainer counts {state.global_step} optimiser steps, the optimiser made {step}: a step was "
+                "skipped or made twice"
+            )
+        if step % self._spec.training.steps_per_rollout == 0:
+            self._scoring.end_rollout()
+        if self.is_audited(step):
+            self.ledger.audited_steps.append(step)
+            if len(set(gathered(self._weights.check_frozen()))) > 1:
+                self._report(f"the workers have different weights after step {step}: gradients were not averaged")
+            self._check_settings()
+        self._check_accuracies()
+        self._check_checkpoint(step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Compare the rewards of the step, then refuse the run if any worker found a problem."""
+        if not logs or "loss" not in logs:
+            return
+        step, mean = self.ledger.steps, self._rollouts.mean_reward
+        if "reward" in logs and abs(logs["reward"] - mean) > 1e-5:
+            # The cause of wrong advantages and gradients, which need no line of their own.
+            found = f"the trainer's mean is {logs['reward']:.4g}, the texts graded again give {mean:.4g}"
+            self._refuse([f"rewards of step {step}: {found}"])
+        if self.is_audited(step):
+            self._refuse([problem for problems in gathered(self.ledger.problems) for problem in problems])
+        self._refuse(self.ledger.problems)
+        if step in self._receipt_steps:
+            try:
+                self._trainer.noise_plan.recorder.receipt().check(step)
+            except ReceiptError as error:
+                # Rewards of other workers, or of later steps on the same rollout, may differ within their groups.
+                if self.ledger.had_advantage or not _is_about_gradients(error):
+                    raise
+
+    # -- the end of a run ----------------------------------------------------------------------------------------------
+
+    def lacks_only_gradients(self, error: ReceiptError) -> bool:
+        """Return whether a receipt was refused as no reward differed within a group: no gradient, so no noise on it."""
+        return _is_about_gradients(error) and not self.ledger.differing_groups
+
+    def why_no_gradient(self) -> str:
+        """Return what the rewards of a run were in which no group had different ones."""
+        completions = self.ledger.completions
+        if self._spec.training.rewards or any(self.ledger.correct):
+            return (
+                f"no reward that differs within a group: each of {completions} responses has the reward of its whole "
+                "group; expected other questions or training.rewards, or a higher training.temperature"
+            )
+        return (
+            f"no reward in any group: all {completions} responses have reward 0; expected a model that sometimes ends "
+            "with `#### number`, easier questions, or a larger training.max_response_tokens"
+        )
+
+    def facts(self) -> TrainingFacts:
+        """Return the facts of this worker so far."""
+        found = {name: value for name, value in self.ledger if name in TrainingFacts.model_fields}
+        found["recomputed"] = dict(sorted(self.ledger.recomputed.items()))
+        return TrainingFacts(**found, num_workers=rank_and_size()[1], not_checked=self._not_checked)
+
+    def facts_of_all(self) -> TrainingFacts:
+        """Return the checked facts of the run; a collective operation. Raises ReceiptError on any difference."""
+        # Settings may have changed behind the last audited step.
+        self._check_settings()
+        self._check_accuracies()
+        facts = merged_facts(gathered(self.facts()))
+        self._refuse(facts.problems or fact_problems(facts, self._spec))
+        return facts
+
+    def _check_settings(self) -> None:
+        check_trainer(self._trainer, self._spec, self.ledger)
+        check_adapters(self._model, self._spec, self.ledger)
+
+    def _check_accuracies(self) -> None:
+        """Compare the accuracies that the run will store with the validations that were graded again."""
+        for step, accuracy in self._trainer.validation_accuracy.items():
+            found = self.ledger.validated.get(step, math.nan) / len(self._tests.golds)
+            if not abs(accuracy - found) <= 1e-12:
+                stored = f"validation after step {step} is stored with an accuracy of {accuracy:.4g}"
+                self._report(f"{stored}, graded again it is {found:.4g}")
+
+    def _refuse(self, problems: Sequence[str]) -> None:
+        if problems:
+            shown = "; ".join(list(dict.fromkeys(problems))[:_SHOWN])
+            raise ReceiptError(f"receipt invalid: training: {shown}")
+
     def _check_checkpoint(self, step: int) -> None:
-        folder = self._checkpoint_folder / f"step{step}"
-        if step not in self._spec.training.checkpoint_steps(self._spec.num_steps):
+        folder, is_first = self._checkpoint_folder / f"step{step}", rank_and_size()[0] == 0
+        is_declared = step in self._spec.training.checkpoint_steps(self._spec.num_steps)
+        # Of a folder that is missing, the stage refuses the run.
+        if not is_declared or not (is_first or is_sharded(self._model)) or not folder.is_dir():
             return
-        is_first = rank_and_size()[0] == 0
-        if not is_first and not is_sharded(self._model):
-            return
-        if not folder.is_dir():
-            return  # The stage refuses a run without its checkpoints.
         are_those_in_memory = self._weights.check_checkpoint(folder, step)
         if not is_first:
             return
         if are_those_in_memory:
-            self.ledger.checkpoints[step] = sha256_of_files(
-                {path.name: path for path in sorted(folder.glob("*.safetensors"))}
-            )
-        self._check_tokenizer(folder, step)
-
-    def _test_questions(self, tokenizer: Any) -> Questions:
-        table, examples = self._test_files
-        return read_questions(table, self._spec.prompt, tokenizer, examples, self._spec.training.validation_questions)
-
-    def _check_tokenizer(self, folder: Path, step: int) -> None:
-        """Compare the tokenizer of a checkpoint with that of the run: its vocabulary, and the prompts of the tests."""
+            files = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+            self.ledger.checkpoints[step] = sha256_of_files(files)
         saved = load_tokenizer(folder)
         found, own = ((each.get_vocab(), each.eos_token_id, each.pad_token_id) for each in (saved, self._tokenizer))
         if found != own or self._test_questions(saved).prompts != self._tests.prompts:
@@ -350,6 +325,10 @@ class TrainingAudit(TrainerCallback):
                 f"the checkpoint of step {step} has another tokenizer than the training: other token ids of the "
                 "vocabulary, of the end and padding tokens or of test prompts"
             )
+
+    def _test_questions(self, tokenizer: Any) -> Questions:
+        table, examples = self._test_files
+        return read_questions(table, self._spec.prompt, tokenizer, examples, self._spec.training.validation_questions)
 
 
 def _is_about_gradients(error: ReceiptError) -> bool:
@@ -369,8 +348,3 @@ def merged_facts(facts: Sequence[TrainingFacts]) -> TrainingFacts:
     recomputed.recomputed[RATES] = min((of.recomputed[RATES] for of in facts), key=lambda entry: entry.compared)
     found = {"recomputed": recomputed.recomputed, "problems": tuple(problems if len(facts) > 1 else first.problems)}
     return first.model_copy(update=found)
-
-
-def _is_scoring(kwargs: dict[str, Any]) -> bool:
-    """Return whether a forward gives completions' log-probabilities: it keeps logits of several places but no cache."""
-    return isinstance(kwargs.get("logits_to_keep"), int) and kwargs.get("attention_mask") is not None

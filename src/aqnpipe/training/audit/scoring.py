@@ -7,9 +7,8 @@ equal it.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from aqnpipe.artifacts.training_facts import LOSS_GRADIENT
 from aqnpipe.config.run import TrainingSpec
-from aqnpipe.reference import grpo, loss_causes
+from aqnpipe.reference import grpo
 from aqnpipe.reference.decoder import unobserved
 from aqnpipe.seeding import derive_seed
 from aqnpipe.training.audit.measure import Ledger, rounding_of
+from aqnpipe.training.audit.rollouts import Completed, RolloutBook, Row, rows_of
 
 _SLOPE_ERROR = 5e-6
 """Relative error of a derivative that the trainer computes in float32."""
@@ -32,60 +32,6 @@ _CELLS_AT_ONCE = 64
 """Distributions over the vocabulary that are computed in float64 at the same time."""
 _PASSED_ON = "_DDPSink"
 """Node in which data parallelism passes the outputs of the network on."""
-
-Row = tuple[tuple[int, ...], tuple[int, ...]]
-"""Token ids of a prompt and of its completion."""
-
-
-@dataclass
-class Completed:
-    """One completion of the current rollout, and its log-probabilities by place, as far as forwards computed them.
-
-    `sampled` and `experts` are what the sampler noted.
-    """
-
-    row: Row
-    reward: float
-    centred: float
-    advantage: float
-    sampled: Sequence[float]
-    experts: Tensor | None = None
-    reference: dict[int, float] | None = None
-    old: dict[int, float] | None = None
-    is_trained: bool = False
-
-    @property
-    def has_advantage(self) -> bool:
-        """Return whether the reward differs from the mean of its group by more than rounding."""
-        return not math.isclose(self.reward, self.reward - self.centred)
-
-
-@dataclass
-class RolloutBook:
-    """The completions of one rollout on this worker. `tokens`: of all workers together, as a mean per worker."""
-
-    completions: list[Completed] = field(default_factory=list)
-    tokens_per_worker: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._by_row: dict[Row, list[Completed]] = defaultdict(list)
-        for completed in self.completions:
-            self._by_row[completed.row].append(completed)
-
-    def candidates(self, row: Row) -> list[Completed]:
-        """Return the completions with these tokens: several rows of a group may have the same."""
-        return self._by_row.get(row, [])
-
-    def take(self, row: Row) -> str | None:
-        """Note that a row is trained on; return what is wrong with it."""
-        found = self.candidates(row)
-        if not found:
-            return "a micro-batch has a row that is no completion of the rollout (other tokens, or another mask)"
-        free = next((completed for completed in found if not completed.is_trained), None)
-        if free is None:
-            return "a completion was trained on twice"
-        free.is_trained = True
-        return None
 
 
 @dataclass
@@ -116,21 +62,15 @@ class ScoringAudit:
 
     def __init__(self, spec: TrainingSpec, ledger: Ledger, end_token: int) -> None:
         self.book = RolloutBook()
-        self._spec, self._ledger, self._report, self._end_token = spec, ledger, ledger.report, end_token
+        self._spec, self._ledger, self._end_token = spec, ledger, end_token
         self._batches: list[_MicroBatch] = []
-        self._seen: list[loss_causes.Observed] = []
+        self._seen: list[grpo.Observed] = []
         self._is_wrong = False
-
-    @property
-    def _needs_all_places(self) -> bool:
-        """Return whether importance weights depend on whole completions."""
-        correction = self._spec.arm.importance_sampling
-        return correction is not None and correction.mode.startswith("sequence")
-
-    @property
-    def _needs_old(self) -> bool:
-        """Return whether the study's loss has log-probabilities of the policy before its steps on this rollout."""
-        return self._spec.training.steps_per_rollout > 1 or self._spec.arm.importance_sampling is not None
+        correction = spec.arm.importance_sampling
+        # Importance weights may depend on whole completions.
+        self._needs_all_places = correction is not None and correction.mode.startswith("sequence")
+        # The study's loss may have log-probabilities of the policy before its steps on this rollout.
+        self._needs_old = spec.training.steps_per_rollout > 1 or correction is not None
 
     def observe(self, kwargs: Mapping[str, Any], logits: Tensor, kind: str, is_audited: bool) -> None:
         """Note a scoring forward: `kind` is reference, old or trained. Call it outside all modes."""
@@ -138,12 +78,12 @@ class ScoringAudit:
         rows, columns = rows_of(kwargs)
         tokens, most = kwargs["input_ids"].numel(), self._spec.training.tokens_per_micro_batch
         if most is not None and tokens > most:
-            self._report(f"a forward of {tokens} tokens, the study asks for at most {most} (tokens_per_micro_batch)")
-        if kind == "trained":
-            for row in rows:
-                if (problem := self.book.take(row)) is not None:
-                    self._report(problem)
-                self._ledger.had_advantage |= any(completed.has_advantage for completed in self.book.candidates(row))
+            asked = f"the study asks for at most {most} (tokens_per_micro_batch)"
+            self._ledger.report(f"a forward of {tokens} tokens, {asked}")
+        for row in rows if kind == "trained" else ():
+            if (problem := self.book.take(row)) is not None:
+                self._ledger.report(problem)
+            self._ledger.had_advantage |= any(completed.has_advantage for completed in self.book.candidates(row))
         whole = kind == "old" and self._needs_all_places
         cells = [
             (number, column)
@@ -176,26 +116,29 @@ class ScoringAudit:
         batches, self._batches = self._batches, []
         for batch in batches:
             if batch.gradient is None:
-                self._report("the loss of a micro-batch has no gradient at the logits")
-                self._is_wrong = True
+                self._refuse("the loss of a micro-batch has no gradient at the logits")
             else:
                 self._compare(batch, batch.gradient)
+
+    def _refuse(self, problem: str) -> None:
+        self._is_wrong = True
+        self._ledger.report(problem)
 
     def end_step(self, step: int) -> None:
         """Report the cause if gradients of the step were wrong."""
         self.settle()
         seen, self._seen = self._seen, []
         if self._is_wrong:
-            together = loss_causes.Observed.together(seen) if seen else None
-            cause = loss_causes.cause_of(together, self._spec.training) if together else "it has no gradient"
-            self._report(f"gradient of the loss in step {step}: {cause}")
+            cause = grpo.cause_of(grpo.Observed.together(seen), self._spec.training) if seen else "it has no gradient"
+            self._ledger.report(f"gradient of the loss in step {step}: {cause}")
         self._is_wrong = False
 
     def end_rollout(self) -> None:
         """Report completions that no micro-batch contained."""
         untrained = sum(not completed.is_trained for completed in self.book.completions)
         if untrained:
-            self._report(f"{untrained} of {len(self.book.completions)} completions of a rollout were not trained on")
+            of_all = f"{untrained} of {len(self.book.completions)}"
+            self._ledger.report(f"{of_all} completions of a rollout were not trained on")
         self.book = RolloutBook()
 
     def _compare(self, batch: _MicroBatch, gradient: Tensor) -> None:
@@ -205,20 +148,20 @@ class ScoringAudit:
             for place, (number, _) in enumerate(batch.cells)
             for completed in self.book.candidates(batch.rows[number])
         ]
-        missing = [problem for _, completed in tried if (problem := self._missing(completed)) is not None]
-        if missing or not tried:
-            for problem in missing[:1]:
-                self._is_wrong = True
-                self._report(problem)
-            return
-        tokens = grpo.Tokens.of([self._token(batch, place, completed) for place, completed in tried])
+        missing = next(filter(None, (self._missing(completed) for _, completed in tried)), None)
+        if missing is not None:
+            return self._refuse(missing)
+        if not tried:
+            return None
+        fields = [self._token(batch, place, completed) for place, completed in tried]
+        tokens, training = grpo.Tokens(*torch.tensor(fields, dtype=torch.float64).T), self._spec.training
         places = torch.tensor([place for place, _ in tried])
         along, observed = batch.directions[places], gradient[places]
         largest = along.abs().amax(-1).clamp_min(1e-30)
         allowed = self._allowed(tokens, batch, largest)
-        differences = (observed - grpo.slopes(tokens, self._spec.training)[:, None] * along).abs().amax(-1)
+        differences = (observed - grpo.slopes(tokens, training)[:, None] * along).abs().amax(-1)
         ratios = (differences / (allowed * largest)).nan_to_num(nan=math.inf)
-        undecided = set(places[grpo.at_the_clip(tokens, self._spec.training)].tolist())
+        undecided = set(places[grpo.at_the_clip(tokens, training)].tolist())
         best: dict[int, int] = {}
         for number, place in enumerate(places.tolist()):
             if place not in undecided and (place not in best or ratios[number] < ratios[best[place]]):
@@ -231,7 +174,8 @@ class ScoringAudit:
             slopes = (observed * along).sum(-1) / along.square().sum(-1)
             rest = (observed - slopes[:, None] * along).norm(dim=-1)
             misfit = rest / observed.norm(dim=-1).clamp_min(1e-300)
-            self._seen.append(loss_causes.Observed(tokens.at(shown), slopes[shown], allowed[shown], misfit[shown]))
+            self._seen.append(grpo.Observed(tokens.at(shown), slopes[shown], allowed[shown], misfit[shown]))
+        return None
 
     def _missing(self, completed: Completed) -> str | None:
         if self._spec.training.kl_coefficient > 0 and completed.reference is None:
@@ -243,8 +187,8 @@ class ScoringAudit:
     def _allowed(self, tokens: grpo.Tokens, batch: _MicroBatch, largest: Tensor) -> Tensor:
         """Return the error of a derivative that rounding explains; `largest`: the largest entry of its direction."""
         training = self._spec.training
-        kl = grpo.kl_slopes(tokens, training).abs()
-        whole = grpo.unclipped_slopes(tokens, training).abs() + training.kl_coefficient * kl
+        kl = grpo.parts(tokens, training)[1].abs()
+        whole = grpo.unclipped(tokens, training).abs() + training.kl_coefficient * kl
         of_kl = training.kl_coefficient * (kl + 1 / tokens.total)
         # Where a token is nearly certain, all entries of its direction are differences of numbers near 1 or near 0.
         error = _SLOPE_ERROR + _PROBABILITY_ERROR / (training.temperature * largest)
@@ -257,31 +201,29 @@ class ScoringAudit:
         least = limits.tiny * limits.eps / batch.loss_scale / largest
         return error * whole + _LOG_PROBABILITY_ERROR * of_kl + 1e-12 / tokens.total + least
 
-    def _token(self, batch: _MicroBatch, place: int, completed: Completed) -> dict[str, float]:
-        """Return the fields of `grpo.Tokens` at one place."""
+    def _token(self, batch: _MicroBatch, place: int, completed: Completed) -> tuple[float, ...]:
+        """Return the fields of `grpo.Tokens` at one place, in their order."""
         response, value, column = completed.row[1], batch.values[place], batch.cells[place][1]
         correction, is_padding, weight = self._spec.arm.importance_sampling, column >= len(response), 1.0
-        old: dict[int, float] = {}
-        if completed.old is not None and self._needs_old and not is_padding:
-            old = completed.old
+        old = (completed.old or {}) if self._needs_old and not is_padding else {}
         if old and correction is not None:
             known = sorted(other for other in old if other < len(response))
             sampled = [completed.sampled[other] for other in known]
             weights = grpo.importance_weights([old[other] for other in known], sampled, correction)
             weight = weights[known.index(column)]
-        return {
-            "row": id(completed),
-            "row_tokens": max(1, len(response)),
-            "padding": is_padding,
-            "unfinished": bool(response) and response[-1] != self._end_token,
-            "advantage": completed.advantage,
-            "reward": completed.reward,
-            "centred": completed.centred,
-            "ratio": math.exp(min(value - old.get(column, value), 700.0)),
-            "weight": weight,
-            "gap": (completed.reference or {}).get(column, value) - value,
-            "total": self.book.tokens_per_worker / self._spec.training.steps_per_rollout,
-        }
+        return (
+            id(completed),
+            max(1, len(response)),
+            is_padding,
+            bool(response) and response[-1] != self._end_token,
+            completed.advantage,
+            completed.reward,
+            completed.centred,
+            math.exp(min(value - old.get(column, value), 700.0)),
+            weight,
+            (completed.reference or {}).get(column, value) - value,
+            self.book.tokens_per_worker / self._spec.training.steps_per_rollout,
+        )
 
 
 def audited_places(row: Row, width: int, seed: int) -> list[int]:
@@ -316,8 +258,7 @@ def _log_probabilities(
     """Return the log-probability of the token at every cell, and its derivative by the logits; in float64."""
     values: list[float] = []
     directions: list[Tensor] = []
-    for start in range(0, len(cells), _CELLS_AT_ONCE):
-        index = torch.tensor(cells[start : start + _CELLS_AT_ONCE], device=logits.device)
+    for index in torch.tensor(cells, device=logits.device).split(_CELLS_AT_ONCE):
         tokens = ids[index[:, 0], index[:, 1]]
         normalised = (logits[index[:, 0], index[:, 1]].double() / temperature).log_softmax(-1)
         values += normalised.gather(-1, tokens[:, None])[:, 0].tolist()
@@ -325,16 +266,3 @@ def _log_probabilities(
             one_hot = torch.nn.functional.one_hot(tokens, normalised.shape[-1])
             directions.append((one_hot - normalised.exp()).div(temperature).cpu())
     return values, torch.cat(directions) if directions else torch.empty(0)
-
-
-def rows_of(kwargs: Mapping[str, Any]) -> tuple[list[Row], int]:
-    """Return the rows that a scoring forward read, without padding, and its number of completion places."""
-    ids, mask = kwargs["input_ids"].tolist(), kwargs["attention_mask"].tolist()
-    columns = int(kwargs["logits_to_keep"]) - 1
-    rows = []
-    for tokens, visible in zip(ids, mask, strict=True):
-        seen = [token if shown else None for token, shown in zip(tokens, visible, strict=True)]
-        prompt = tuple(token for token in seen[:-columns] if token is not None)
-        completion = tuple(token for token in seen[-columns:] if token is not None)
-        rows.append((prompt, completion))
-    return rows, columns

@@ -8,18 +8,13 @@ may change. That AdamW computes an update by its rule is a property of the pinne
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.artifacts.training_facts import (
-    CLIPPING,
-    CONTINUITY,
-    RATES,
-    STEP_GRADIENT,
-    expected_learning_rate,
-)
+from aqnpipe.artifacts.training_facts import CLIPPING, CONTINUITY, RATES, STEP_GRADIENT, expected_learning_rate
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.models.sharding import gathered_weights, is_sharded, is_share, local
 from aqnpipe.reference.decoder import unobserved
@@ -38,25 +33,24 @@ _RATE_ERROR = 1e-9
 
 
 class Updates:
-    """Observes every update of one optimiser."""
+    """Observes every update of one optimiser. arrived: gradients of followed elements, since the last micro-batch."""
 
     def __init__(self, spec: TrainingSpec, model: nn.Module, ledger: Ledger, is_audited: Callable[[int], bool]) -> None:
-        self._spec = spec
-        self._model = model
-        self._ledger = ledger
-        self._report = ledger.report
+        self._spec, self._model, self._is_audited = spec, model, is_audited
+        self._ledger, self._report = ledger, ledger.report
         self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         decays = weight_decays(model, spec.training.weight_decay)
         self._decays = {name: (weight, decays[name]) for name, weight in self._trained.items()}
         shapes = {name: weight.shape for name, weight in self._trained.items()}
         seed = derive_seed(spec.random_seed, "audit of updates")
         self._followed = ElementSample.draw(shapes, seed, 1, names=_FOLLOWED)
-        self._summed = torch.zeros(len(self._followed.elements), dtype=torch.float64)
-        self._sizes = torch.zeros_like(self._summed)
-        self._passes = [0] * len(self._followed.elements)
         self.arrived: list[tuple[int, Tensor]] = []
+        self._clear()
         self._depth = 0
-        self._is_audited = is_audited
+
+    def _clear(self) -> None:
+        """Begin a step: sums of the gradients of each followed element, of their sizes, and micro-batches with one."""
+        self._summed, self._sizes, self._passes = torch.zeros(3, len(self._followed.elements), dtype=torch.float64)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe `optimizer` and the gradients of the followed elements from now on."""
@@ -67,17 +61,14 @@ class Updates:
         with gathered_weights(self._model):
             # The gradients of a sharded weight arrive at the gathered one, whose object FSDP keeps.
             arriving = dict(self._model.named_parameters())
-            for place, element in enumerate(self._followed.elements):
-                arriving[element.name].register_hook(self._gradient_hook(place, element.place))
+            for number, element in enumerate(self._followed.elements):
+                arriving[element.name].register_hook(partial(self._note, number, element.place))
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
 
-    def _gradient_hook(self, place: int, index: tuple[int, ...]) -> Callable[[Tensor], None]:
-        def note(gradient: Tensor) -> None:
-            with unobserved():
-                self.arrived.append((place, gradient.detach()[index].double() / self._spec.loss_scale))
-
-        return note
+    def _note(self, number: int, place: tuple[int, ...], gradient: Tensor) -> None:
+        with unobserved():
+            self.arrived.append((number, gradient.detach()[place].double() / self._spec.loss_scale))
 
     def end_micro_batch(self) -> None:
         """Sum the gradients that arrived, so that memory stays constant."""
@@ -86,10 +77,9 @@ class Updates:
             return
         with unobserved():
             values = torch.stack([value for _, value in arrived]).cpu()
-        for (place, _), value in zip(arrived, values.tolist(), strict=True):
-            self._summed[place] += value
-            self._sizes[place] += abs(value)
-            self._passes[place] += 1
+            numbers = torch.tensor([number for number, _ in arrived])
+            for sums, added in ((self._summed, values), (self._sizes, values.abs()), (self._passes, values**0)):
+                sums.index_add_(0, numbers, added)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # torch calls the hooks twice for one update if the step of an optimiser's class was replaced.
@@ -126,7 +116,7 @@ class Updates:
         """Compare the learning rates of all groups with the study's schedule."""
         expected = expected_learning_rate(self._spec, step)
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups if group["params"]})
-        wrong = [rate for rate in rates if abs(rate - expected) > _RATE_ERROR * max(abs(rate), abs(expected))]
+        wrong = [rate for rate in rates if not math.isclose(rate, expected, rel_tol=_RATE_ERROR)]
         self._ledger.note(RATES, 1, 2.0 if wrong else 0.0)
         for rate in wrong:
             self._report(f"learning rate {rate:.6g} at step {step}, the study's schedule gives {expected:.6g}")
@@ -134,29 +124,25 @@ class Updates:
     def _check_gradients(self, step: int) -> None:
         """Compare the gradient that the optimiser gets with the sum over micro-batches and the mean over workers."""
         used = self._followed.read(lambda name: self._trained[name].grad)
-        summed, sizes, passes = self._summed.clone(), self._sizes.clone(), list(self._passes)
-        self._summed.zero_()
-        self._sizes.zero_()
-        self._passes = [0] * len(passes)
+        summed, sizes, passes = self._summed, self._sizes, self._passes.int().tolist()
+        self._clear()
         audited, workers = self._is_audited(step), self._spec.training.num_workers
         if audited:
             self._check_coverage(passes, step)
         if workers > 1:
             if not audited:
                 return
-            every = gathered((summed.tolist(), sizes.tolist()))
-            summed = torch.tensor([values for values, _ in every], dtype=torch.float64).mean(dim=0)
-            sizes = torch.tensor([values for _, values in every], dtype=torch.float64).mean(dim=0)
+            every = torch.tensor(gathered((summed.tolist(), sizes.tolist())), dtype=torch.float64)
+            summed, sizes = every.mean(dim=0)
         squares = float(summed.square().sum())
         factor = float((used * summed).sum()) / squares if squares > 0 else 1.0
         slack = self._factor_slack(summed, sizes, max(passes))
         dtypes = {weight.dtype for weight in self._trained.values()}
         rounding = 100 * max(map(rounding_of, dtypes)) if torch.bfloat16 not in dtypes else 0.05
-        correct = self._ledger.compare(
-            STEP_GRADIENT, used - factor * summed, rounding * sizes * max(factor, 1e-30) + 1e-30
-        )
-        if not correct or factor > 1 + slack or factor <= 0:
-            self._report(self._gradient_cause(summed, factor, slack, step))
+        allowed = rounding * sizes * max(factor, 1e-30) + 1e-30
+        is_sum = self._ledger.compare(STEP_GRADIENT, used - factor * summed, allowed)
+        if not is_sum or factor > 1 + slack or factor <= 0:
+            self._report(_gradient_cause(summed, factor, slack, step))
         elif audited:
             self._check_clipping(factor if squares > 0 else 1.0, slack, step)
 
@@ -165,10 +151,10 @@ class Updates:
 
         The sum is rounded after every micro-batch, worker and scaling: in bfloat16 by up to 0.4 % of the summed sizes.
         """
-        training, squares = self._spec.training, float(summed.square().sum())
+        squares = float(summed.square().sum())
         if not squares:
             return _NORM_ERROR
-        roundings = micro_batches + training.num_workers
+        roundings = micro_batches + self._spec.training.num_workers
         unit = max(rounding_of(weight.dtype) for weight in self._trained.values()) / 2
         return _NORM_ERROR + roundings * unit * float((sizes * summed.abs()).sum()) / squares
 
@@ -176,15 +162,12 @@ class Updates:
         training = self._spec.training
         # The number of micro-batches by tokens depends on the completions; `RolloutBook` sees that each is used once.
         expected = training.accumulation_steps if training.tokens_per_micro_batch is None else max(passes)
-        names = [element.name for element in self._followed.elements]
-        for name, found in zip(names, passes, strict=True):
+        for element, found in zip(self._followed.elements, passes, strict=True):
             # An expert that gets no token has no gradient, nor has a bias that only selects experts.
-            may_lack = "expert" in name or name.endswith("correction_bias")
+            may_lack = "expert" in element.name or element.name.endswith("correction_bias")
             if found != expected and not (found < expected and may_lack):
-                self._report(
-                    f"{name} got the gradients of {found} micro-batches in step {step}, the study asks for {expected}"
-                )
-                return
+                got = f"{element.name} got the gradients of {found} micro-batches in step {step}"
+                return self._report(f"{got}, the study asks for {expected}")
 
     def _check_clipping(self, factor: float, slack: float, step: int) -> None:
         with unobserved():
@@ -206,13 +189,13 @@ class Updates:
     def _moments(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Return weight, first and second moment of the followed elements, float64 [3, elements]."""
 
-        def moment(key: str) -> Callable[[str], Tensor | None]:
-            return lambda name: optimizer.state.get(self._trained[name], {}).get(key)
+        def moment(name: str, key: str) -> Tensor | None:
+            found: Tensor | None = optimizer.state.get(self._trained[name], {}).get(key)
+            return found
 
-        read = self._followed.read
-        return torch.stack(
-            [read(lambda name: self._trained[name]), read(moment("exp_avg")), read(moment("exp_avg_sq"))]
-        )
+        moments = (partial(moment, key="exp_avg"), partial(moment, key="exp_avg_sq"))
+        of_names: list[Callable[[str], Tensor | None]] = [self._trained.get, *moments]
+        return torch.stack([self._followed.read(of_name) for of_name in of_names])
 
     def _discontinuity(self, changed: Tensor, step: int) -> str:
         what = "the weights" if changed[0].any() else "the optimiser's moments"
@@ -220,11 +203,12 @@ class Updates:
         cause = ": AQN noise was not taken off" if self._spec.arm.aqn and any("norm" in name for name in names) else ""
         return f"{what} changed between step {step - 1} and step {step}, outside the optimiser ({names[0]}){cause}"
 
-    def _gradient_cause(self, summed: Tensor, factor: float, slack: float, step: int) -> str:
-        what = f"the optimiser's gradient in step {step} is"
-        if summed.any() and factor > 1 + slack:
-            return f"{what} {factor:.4g} times the sum of its micro-batches: not set to zero before the step, or scaled"
-        return f"{what} not the sum of its micro-batches: gradients of another step remained, or some were lost"
+
+def _gradient_cause(summed: Tensor, factor: float, slack: float, step: int) -> str:
+    what = f"the optimiser's gradient in step {step} is"
+    if summed.any() and factor > 1 + slack:
+        return f"{what} {factor:.4g} times the sum of its micro-batches: not set to zero before the step, or scaled"
+    return f"{what} not the sum of its micro-batches: gradients of another step remained, or some were lost"
 
 
 def _squares(gradients: list[Tensor]) -> float:
