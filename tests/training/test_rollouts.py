@@ -28,6 +28,15 @@ def changed(spec, **changes) -> TrainingSpec:
     return TrainingSpec.model_validate(data | changes | {"arm": arm})
 
 
+@pytest.fixture
+def gpu_with_vllm(monkeypatch):
+    monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 1, ("some GPU",)))
+    monkeypatch.setattr(rollouts, "check_vllm", lambda _: None)
+    monkeypatch.setattr(rollouts, "vllm_version", lambda: "vllm 0.32.0")
+    monkeypatch.setattr(rollouts, "nvidia_capability", lambda kind: (9, 0))
+    monkeypatch.setattr(choice, "is_vllm_installed", lambda: True)
+
+
 def metrics(folder):
     return read_table(folder / "metrics.parquet", TrainingMetrics)
 
@@ -141,24 +150,15 @@ def test_a_cache_in_another_format_is_proven_in_its_phases_alone(inputs, tmp_pat
     assert found.min() > 1e-3 if phases == {"rollout"} else found.max() < 1e-3
 
 
-def test_noise_outside_the_rollout_does_not_exclude_vllm(monkeypatch):
-    monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 1, ("some GPU",)))
-    monkeypatch.setattr(rollouts, "check_vllm", lambda _: None)
-    monkeypatch.setattr(rollouts, "vllm_version", lambda: "vllm 0.32.0")
-    monkeypatch.setattr(choice, "is_vllm_installed", lambda: True)
+def test_noise_outside_the_rollout_does_not_exclude_vllm(gpu_with_vllm):
     noise = {**FUSED, "attention": "decomposed", "phases": ["actor_forward", "backward"]}
     spec = changed(training_spec(aqn=AQN), arm={"operator_noise": noise}, attention="sdpa")
-    monkeypatch.setattr(rollouts, "nvidia_capability", lambda kind: (9, 0))
     described = {"backend": "vllm", "vllm": "vllm 0.32.0", "enforce_eager": True}
     asked = changed(spec, generation={"rollout_batch_invariance": True})
     assert describe_rollouts(asked) == described | {"batch_invariant": True}
 
 
-def test_by_default_the_engine_of_an_arm_does_not_depend_on_its_noise(monkeypatch):
-    monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 1, ("some GPU",)))
-    monkeypatch.setattr(rollouts, "check_vllm", lambda _: None)
-    monkeypatch.setattr(rollouts, "vllm_version", lambda: "vllm 0.32.0")
-    monkeypatch.setattr(rollouts, "nvidia_capability", lambda kind: (9, 0))
+def test_by_default_the_engine_of_an_arm_does_not_depend_on_its_noise(gpu_with_vllm):
     arms = ({}, {"operator_noise": FUSED})
     specs = [changed(training_spec(), arm=arm, attention="sdpa", generation={"backend": "vllm"}) for arm in arms]
     assert describe_rollouts(specs[0]) == describe_rollouts(specs[1])
@@ -166,11 +166,7 @@ def test_by_default_the_engine_of_an_arm_does_not_depend_on_its_noise(monkeypatc
     assert describe_rollouts(asked[0]) != describe_rollouts(asked[1])
 
 
-def test_graphs_are_in_arms_without_noise_in_rollouts_and_the_record_says_which(monkeypatch):
-    monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 1, ("some GPU",)))
-    monkeypatch.setattr(rollouts, "check_vllm", lambda _: None)
-    monkeypatch.setattr(rollouts, "vllm_version", lambda: "vllm 0.32.0")
-    monkeypatch.setattr(rollouts, "nvidia_capability", lambda kind: (9, 0))
+def test_graphs_are_in_arms_without_noise_in_rollouts_and_the_record_says_which(gpu_with_vllm, monkeypatch):
     opened = []
     monkeypatch.setattr(rollouts, "open_engine", lambda *_, **named: opened.append(named["cuda_graphs"]))
     monkeypatch.setattr(rollouts, "tokenize_prompts", lambda *_: [[1]])
@@ -199,11 +195,7 @@ def test_graphs_are_in_arms_without_noise_in_rollouts_and_the_record_says_which(
         ({"operator_noise": FUSED}, {"rollout_batch_invariance": True}, "the arm has operator noise in rollouts"),
     ],
 )
-def test_the_record_says_why_the_batch_invariant_mode_is_off(monkeypatch, arm, generation, reason):
-    monkeypatch.setattr(rollouts, "resolve_device", lambda _: Device("cuda", 1, ("some GPU",)))
-    monkeypatch.setattr(rollouts, "check_vllm", lambda _: None)
-    monkeypatch.setattr(rollouts, "vllm_version", lambda: "vllm 0.32.0")
-    monkeypatch.setattr(rollouts, "nvidia_capability", lambda kind: (9, 0))
+def test_the_record_says_why_the_batch_invariant_mode_is_off(gpu_with_vllm, arm, generation, reason):
     spec = changed(training_spec(), arm=arm, attention="sdpa", generation={"backend": "vllm", **generation})
     described = describe_rollouts(spec)
     assert described["batch_invariant"] is False

@@ -61,9 +61,11 @@ _EARLY_RECEIPTS = (1, 5)
 """Steps after which the receipt so far is checked."""
 
 _COLUMNS = {
+    "step": "step",
     "epoch": "epoch",
     "reward_mean": "reward",
     "reward_std": "reward_std",
+    "kl": "kl",
     "entropy": "entropy",
     "loss": "loss",
     "grad_norm": "grad_norm",
@@ -73,17 +75,14 @@ _COLUMNS = {
     "logp_difference_mean": "sampler/logp_difference_mean",
     "logp_difference_max": "sampler/logp_difference_max",
     "sampler_kl": "sampler/kl",
-}
-_OPTIONAL_COLUMNS = {
     "importance_ratio_mean": "sampling/importance_sampling_ratio/mean",
     "router_agreement": "routers/agreement",
     "tokens_routed_differently": "routers/tokens_differing",
 }
-"""Null where there is no correction, or no router whose choice the sampler noted."""
-_ROLLOUT_KEYS = (
-    *("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio"),
-    *("sampler/logp_difference_mean", "sampler/logp_difference_max", "sampler/kl", *_OPTIONAL_COLUMNS.values()),
-)
+"""Columns of metrics.parquet, in their order, by the names that the trainer logs."""
+_OPTIONAL_COLUMNS = ("kl", "importance_ratio_mean", "router_agreement", "tokens_routed_differently")
+"""Null where there is no KL term, no correction, or no router whose choice the sampler noted."""
+_ROLLOUT_PREFIXES = ("reward", "completions/", "sampler/", "sampling/", "routers/")
 """Quantities that the trainer logs once per batch of rollouts."""
 
 
@@ -335,26 +334,18 @@ def _metrics_table(
         step = int(logged["step"])
         sync = syncs.get(step, sync)
         if "reward" in logged:
-            rollout = {key: logged[key] for key in _ROLLOUT_KEYS if key in logged}
-        entry = {**rollout, **logged}
+            rollout = {key: value for key, value in logged.items() if key.startswith(_ROLLOUT_PREFIXES)}
+        entry = {**rollout, **logged, "step": step}
         rows.append(
-            {
-                "step": step,
-                **{column: float(entry[key]) for column, key in _COLUMNS.items()},
-                "kl": float(entry["kl"]) if "kl" in entry else None,
-                **{column: entry.get(key) for column, key in _OPTIONAL_COLUMNS.items()},
+            {column: entry.get(key) if column in _OPTIONAL_COLUMNS else entry[key] for column, key in _COLUMNS.items()}
+            | {
                 "sigma_requested": sync.sigma_requested if sync else 0.0,
                 "sigma_measured": sync.sigma_measured if sync else 0.0,
                 "validation_accuracy": validation_accuracy.get(step),
             }
         )
-    order = [
-        "step", "epoch", "reward_mean", "reward_std", "kl", "entropy", "loss", "grad_norm", "clip_fraction",
-        "response_tokens_mean", "truncated_fraction", "logp_difference_mean", "logp_difference_max", "sampler_kl",
-        *_OPTIONAL_COLUMNS, "sigma_requested", "sigma_measured", "validation_accuracy",
-    ]  # fmt: skip
-    schema_overrides = dict.fromkeys(("kl", *_OPTIONAL_COLUMNS, "validation_accuracy"), pl.Float64)
-    return pl.DataFrame(rows, schema_overrides=schema_overrides).select(order)
+    numbers = [*(column for column in _COLUMNS if column != "step"), "validation_accuracy"]
+    return pl.DataFrame(rows, schema_overrides=dict.fromkeys(numbers, pl.Float64))
 
 
 def grpo_arguments(spec: TrainingSpec, folder: Path, device: DeviceKind = "cpu") -> GRPOConfig:
