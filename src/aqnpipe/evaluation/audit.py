@@ -32,9 +32,9 @@ from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
 from aqnpipe.models.prepared import find_base, has_only_adapters
 from aqnpipe.models.loading import load_tokenizer, stored_weights
 from aqnpipe.models.verification import name_in_files
-from aqnpipe.proof.random_numbers import derived_key
 from aqnpipe.noise.receipts.passes import other_settings, stated
 from aqnpipe.noise.receipts.table import Row
+from aqnpipe.proof.random_numbers import derived_key
 from aqnpipe.reference.decoder import Choice, DecodingTrace, Finding, Verdict, end_problem, unobserved, without_padding
 from aqnpipe.seeding import derive_seed
 
