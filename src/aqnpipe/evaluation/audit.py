@@ -29,8 +29,8 @@ from aqnpipe.data.prompts import read_questions
 from aqnpipe.errors import ReceiptError
 from aqnpipe.generation.backend import Completion, Sampling
 from aqnpipe.generation.noisy_passes import NoisyGenerator, TransformersPasses
-from aqnpipe.models.prepared import find_base, has_only_adapters
 from aqnpipe.models.loading import load_tokenizer, stored_weights
+from aqnpipe.models.prepared import find_base, has_only_adapters
 from aqnpipe.models.verification import name_in_files
 from aqnpipe.noise.receipts.passes import other_settings, stated
 from aqnpipe.noise.receipts.table import Row

@@ -17,8 +17,7 @@ from aqnpipe.errors import TrainingError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
 from aqnpipe.machine.machine import NoiseKey
-from aqnpipe.models.sharding import gathered_weights
-from aqnpipe.models.sharding import is_sharded, local
+from aqnpipe.models.sharding import gathered_weights, is_sharded, local
 from aqnpipe.noise.injection.phase import phase_noise
 from aqnpipe.noise.receipts.recorder import ReceiptRecorder
 from aqnpipe.training.audit.auditor import TrainingAudit

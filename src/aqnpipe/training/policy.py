@@ -16,13 +16,11 @@ from transformers import PreTrainedModel
 
 from aqnpipe.config.run import TrainingSpec
 from aqnpipe.errors import ModelError
-from aqnpipe.models.prepared import AdaptersHeader, has_only_adapters
 from aqnpipe.models.adapters import add_adapters, merge_loss, refuse_merge_loss, refuse_other_adapters, save_adapters
 from aqnpipe.models.loading import CONFIG_FILES, describe_model, load_model
-from aqnpipe.models.prepared import read_prepared_model, write_prepared_model
+from aqnpipe.models.prepared import AdaptersHeader, has_only_adapters, read_prepared_model, write_prepared_model
+from aqnpipe.models.sharding import is_sharded, whole_state_dict
 from aqnpipe.models.verification import take_probe
-from aqnpipe.models.sharding import whole_state_dict
-from aqnpipe.models.sharding import is_sharded
 from aqnpipe.seeding import derive_seed
 
 
