@@ -54,8 +54,8 @@ def test_each_segment_has_the_effect_of_its_questions():
     sums, products = found["kind", "sum"], found["kind", "product"]
     assert (sums.num_questions, sums.difference) == (20, 0.4)
     assert (products.num_questions, products.difference) == (16, -0.25)
-    assert (sums.ci_low, sums.ci_high) == pytest.approx(score_interval(PairedCounts(0, 8, 0, 12), 0.05))
-    assert (products.ci_low, products.ci_high) == pytest.approx(score_interval(PairedCounts(12, 0, 4, 0), 0.05))
+    assert (sums.ci_low, sums.ci_high) == pytest.approx(score_interval(PairedCounts(8, 0, 20), 0.05))
+    assert (products.ci_low, products.ci_high) == pytest.approx(score_interval(PairedCounts(0, 4, 16), 0.05))
     assert found["steps", "1"].difference == 0.8
     assert found["steps", "2"].difference == pytest.approx(-4 / 26)
 

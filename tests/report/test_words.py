@@ -7,6 +7,7 @@ import string
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -18,9 +19,10 @@ import aqnpipe
 from aqnpipe.artifacts.base import statement
 from aqnpipe.report.numbers import FORMATS
 from aqnpipe.report.tables import specifications, table
-from aqnpipe.report.words import LANGUAGES, catalogue, clipped, load_words, visible
+from aqnpipe.report.words import Language, catalogue, clipped, load_words, visible
 
 PACKAGE = Path(aqnpipe.__file__).parent
+LANGUAGES = get_args(Language)
 CATALOGUE = catalogue()
 TEMPLATES = PACKAGE / "report" / "templates"
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}

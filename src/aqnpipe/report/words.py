@@ -47,7 +47,6 @@ def _shown(match: re.Match[str]) -> str:
 
 
 Language = Literal["en", "zh"]
-LANGUAGES: tuple[Language, ...] = ("en", "zh")
 
 _BETWEEN_SENTENCES: dict[Language, str] = {"en": " ", "zh": ""}
 

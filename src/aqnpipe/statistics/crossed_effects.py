@@ -183,5 +183,5 @@ def _constant_counts(differences: FloatArray) -> PairedCounts:
     """Counts for a d with the same mean in every seed and question: all questions favour one side, or none do."""
     mean, number = float(differences.mean()), differences.shape[1]
     if abs(mean) < 1e-12:
-        return PairedCounts(number, 0, 0, 0)
-    return PairedCounts(0, number, 0, 0) if mean > 0 else PairedCounts(0, 0, number, 0)
+        return PairedCounts(0, 0, number)
+    return PairedCounts(number, 0, number) if mean > 0 else PairedCounts(0, number, number)

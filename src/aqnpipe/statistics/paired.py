@@ -13,17 +13,11 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class PairedCounts:
-    """Number of questions that both sides, one side or neither answered correctly."""
+    """Numbers of questions that one side alone answered correctly, of `num_questions` in all."""
 
-    both_correct: int
     only_treatment: int
     only_control: int
-    neither: int
-
-    @property
-    def num_questions(self) -> int:
-        """Number of questions in all four cells."""
-        return self.both_correct + self.only_treatment + self.only_control + self.neither
+    num_questions: int
 
     @property
     def difference(self) -> float:
@@ -32,7 +26,7 @@ class PairedCounts:
 
     def swapped(self) -> "PairedCounts":
         """Return the counts with treatment and control exchanged."""
-        return PairedCounts(self.both_correct, self.only_control, self.only_treatment, self.neither)
+        return PairedCounts(self.only_control, self.only_treatment, self.num_questions)
 
 
 def paired_counts(treatment: BoolArray, control: BoolArray) -> PairedCounts:
@@ -41,9 +35,8 @@ def paired_counts(treatment: BoolArray, control: BoolArray) -> PairedCounts:
         raise ValueError(
             f"need two equally long, non-empty vectors, found shapes {treatment.shape} and {control.shape}"
         )
-    parts = (treatment & control, treatment & ~control, ~treatment & control)
-    both, only_treatment, only_control = (int(np.count_nonzero(part)) for part in parts)
-    return PairedCounts(both, only_treatment, only_control, treatment.size - both - only_treatment - only_control)
+    only_treatment, only_control = (np.count_nonzero(part) for part in (treatment & ~control, ~treatment & control))
+    return PairedCounts(int(only_treatment), int(only_control), treatment.size)
 
 
 def score_p(counts: PairedCounts) -> float:
