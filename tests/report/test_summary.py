@@ -73,7 +73,7 @@ def test_given_checkpoints_have_no_steps_seeds_or_arms(monkeypatch, name, has_st
     words, last = load_words("en"), pl.DataFrame(rows)
     table = arm_table(study, last, words)
     found = accuracy(study, last, set(), words)
-    text = " ".join([table.title, table.head, found.caption, *found.headers, *found.notes])
+    text = " ".join([table.title, table.head, found.caption, *found.headers, found.note])
     assert [word in text for word in ("last step", "seeds", "arm")] == [has_steps] * 3
     assert ("checkpoint" in text) is not has_steps
     assert [row["cells"] for row in table.rows if row["name"] in study.arms] == [("50.0",)] * len(study.arms)

@@ -36,7 +36,6 @@ def test_one_sided_tests_go_with_the_shorter_interval():
 @given(probabilities)
 def test_a_test_is_rejected_where_its_own_p_value_is_below_its_level(p_values):
     alpha = 0.05
-    for p_value, adjusted in zip(
-        p_values, adjusted_within_families(["one"] * len(p_values), p_values, alpha), strict=True
-    ):
-        assert (adjusted.p_value < alpha) == (p_value < adjusted.level)
+    adjusted = adjusted_within_families(["one"] * len(p_values), p_values, alpha)
+    for p_value, (p_holm, level) in zip(p_values, adjusted, strict=True):
+        assert (p_holm < alpha) == (p_value < level)

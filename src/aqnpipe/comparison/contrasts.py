@@ -129,6 +129,11 @@ class Contrast:
     of_weights: bool = False
     has_other_tokens: bool = False
 
+    @property
+    def bound(self) -> float:
+        """The largest value that the difference can have."""
+        return 2.0 if self.comparison.kind == "degradation" else 1.0
+
 
 class Contrasts:
     """Resolves comparisons of a study against the evaluations of the last steps."""

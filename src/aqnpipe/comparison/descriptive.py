@@ -14,7 +14,6 @@ from statsmodels.stats.proportion import proportion_confint
 from aqnpipe.artifacts.comparisons import AAControlRate, SegmentBy, SegmentEffect
 from aqnpipe.comparison.contrasts import Contrast, Contrasts, Scores, refuse_bad_evaluation
 from aqnpipe.comparison.evaluations import LoadedEvaluation, RefusedError
-from aqnpipe.comparison.judgement import largest_difference
 from aqnpipe.config.analysis import PRETRAINED, ArmComparison
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.study import Study
@@ -106,7 +105,7 @@ def _estimated(contrast: Contrast, alpha: float) -> dict[str, Any]:
     if contrast.scores is None:
         return {"num_seeds": 0, "num_questions": 0, "problem": contrast.refusal.reason if contrast.refusal else None}
     estimate = contrast.scores.estimate()
-    figures = estimate.columns(1 - alpha, largest_difference(contrast.comparison))
+    figures = estimate.columns(1 - alpha, contrast.bound)
     return {"num_seeds": estimate.num_seeds, "num_questions": estimate.num_questions, **figures}
 
 

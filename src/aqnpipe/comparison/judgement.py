@@ -38,11 +38,6 @@ class Evidence:
         is_of_arms = not self.contrast.of_weights and self.contrast.treatment.arm != self.contrast.control.arm
         return self.estimate.covers_seed_variance or not is_of_arms
 
-    @property
-    def largest_difference(self) -> float:
-        """The largest value that the difference can have."""
-        return largest_difference(self.claim)
-
 
 @dataclass(frozen=True)
 class Tested:
@@ -119,10 +114,11 @@ def adjusted_tests(
     found = []
     for values, is_one_sided in ((p_values, _is_one_sided), (others, _is_other_one_sided)):
         adjusted = adjusted_within_families([families[name] for name in values], list(values.values()), alpha)
+        named = zip(values.items(), adjusted, strict=True)
         found.append(
             {
-                name: Tested(p, one.p_value, one.level if is_one_sided(claims[name]) else one.level / 2)
-                for (name, p), one in zip(values.items(), adjusted, strict=True)
+                name: Tested(p, p_holm, level if is_one_sided(claims[name]) else level / 2)
+                for (name, p), (p_holm, level) in named
             }
         )
     return found[0], found[1]
@@ -136,11 +132,6 @@ def _is_other_one_sided(claim: TestedClaim) -> bool:
     return claim.test == "non_inferiority"
 
 
-def largest_difference(claim: Comparison) -> float:
-    """Return the largest value that the difference of a comparison can have."""
-    return 2.0 if claim.kind == "degradation" else 1.0
-
-
 def judge(
     evidence: Evidence,
     parts: VarianceParts,
@@ -152,7 +143,7 @@ def judge(
     claim, estimate, can_be_decided = evidence.claim, evidence.estimate, evidence.is_decidable
     strictest = settings.alpha / family_size
     verdict, tail = verdict_of(evidence, *tests, settings.alpha)
-    interval = estimate.columns(1 - 2 * tail, evidence.largest_difference) if can_be_decided else {}
+    interval = estimate.columns(1 - 2 * tail, evidence.contrast.bound) if can_be_decided else {}
     distance, is_one_sided = _distance(claim, estimate.difference)
     deciding = (strictest if is_one_sided else strictest / 2, settings.power)
     sizes = (strictest if _is_one_sided(claim) else strictest / 2, settings.power)

@@ -131,7 +131,7 @@ def _after_look(
     looks = planned_looks(design)
     verdict, tail = verdict_of(evidence, *tests, design.alpha)
     at_look = nominal_tails(looks, tail, number)[-1]
-    interval = evidence.estimate.columns(1 - 2 * at_look, evidence.largest_difference)
+    interval = evidence.estimate.columns(1 - 2 * at_look, evidence.contrast.bound)
     state: ClaimState = "open" if verdict == "not_shown" else verdict
     chance = _chance(evidence, tests, looks, number) if state == "open" and number < looks.num_planned else None
     return claim.model_copy(

@@ -1,7 +1,6 @@
 """The summary of a study in Markdown, README.md of its results, and the lines on the terminal when it is finished."""
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -27,7 +26,7 @@ from aqnpipe.report.inputs import ReportData
 from aqnpipe.report.machines import MachineScale
 from aqnpipe.report.markup import markdown, page_template
 from aqnpipe.report.receipts import SHORT_DIGEST
-from aqnpipe.report.tables import Row, arm_table, mean_accuracy
+from aqnpipe.report.tables import Row, Table, arm_table, mean_accuracy
 from aqnpipe.report.words import Language, Words, load_words, visible
 
 MAX_ROWS = 100
@@ -77,37 +76,25 @@ def _compared_arms(data: ReportData, shown: Set[str]) -> set[tuple[str, str]]:
     return {(row["model"], row[side]) for row in rows.iter_rows(named=True) for side in ("treatment", "control")}
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """The accuracies of the arms as a table, and what there is to say of them."""
-
-    caption: str
-    headers: tuple[str, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-
-
-def accuracy(study: Study, last: pl.DataFrame, compared: Set[tuple[str, str]], words: Words) -> Accuracy | None:
+def accuracy(study: Study, last: pl.DataFrame, compared: Set[tuple[str, str]], words: Words) -> Table | None:
     """Return the accuracies after the last step; of too many arms, those of the claims that are shown come first."""
     if last.is_empty():
         return None
-    table, means = arm_table(study, last, words), mean_accuracy(last)
-    first = sorted(
-        table.rows, key=lambda row: row["name"] != PRETRAINED and (row["model"], row["name"]) not in compared
-    )
+    arms, means = arm_table(study, last, words), mean_accuracy(last)
+    first = sorted(arms.rows, key=lambda row: row["name"] != PRETRAINED and (row["model"], row["name"]) not in compared)
     shown = {(row["model"], row["name"]) for row in first[:MAX_ROWS]}
     rows = tuple(
-        Row((markdown(f"{row['model']} {row['name']}" if table.several_models else row["name"]), *row["cells"]))
-        for row in table.rows
+        Row((markdown(f"{row['model']} {row['name']}" if arms.several_models else row["name"]), *row["cells"]))
+        for row in arms.rows
         if (row["model"], row["name"]) in shown
     )
-    cut = [words("table.left_out", shown=len(rows), all=len(table.rows))] if len(rows) < len(table.rows) else []
+    cut = [words("table.left_out", shown=len(rows), all=len(arms.rows))] if len(rows) < len(arms.rows) else []
     unanswered = words(
         "summary.unanswered" if study.has_training else "summary.unanswered_checkpoints",
         truncated=float(max(means["truncated_fraction"])),
         no_answer=float(max(means["parse_failure_fraction"])),
     )
-    return Accuracy(table.caption, (table.head, *table.levels), rows, (*cut, unanswered))
+    return Table("arms", arms.caption, (arms.head, *arms.levels), rows, note="\n\n".join([*cut, unanswered]))
 
 
 def readme(study: Study, words: Words) -> str:

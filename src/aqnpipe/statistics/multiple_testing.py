@@ -2,25 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 
 from statsmodels.stats.multitest import multipletests
 
 TestAndMargin = tuple[str, float | None]
 """superiority, non_inferiority or equivalence; and the margin of the latter two."""
-
-
-@dataclass(frozen=True)
-class Adjusted:
-    """A p-value adjusted by Holm's method, and the level that decides alike on the p-value before.
-
-    Holm's method stops with some tests not rejected; alpha divided by their number (at least 1) is the level of its
-    last step. A test of the family is rejected if and only if its own p-value is below that level, so an interval at
-    this level says what the verdict says.
-    """
-
-    p_value: float
-    level: float
 
 
 def holm_within_families(families: Sequence[Hashable], p_values: Sequence[float]) -> list[float]:
@@ -39,11 +25,18 @@ def holm_within_families(families: Sequence[Hashable], p_values: Sequence[float]
     return [adjusted[index] for index in range(len(p_values))]
 
 
-def adjusted_within_families(families: Sequence[Hashable], p_values: Sequence[float], alpha: float) -> list[Adjusted]:
-    """Return Holm-adjusted p-values with their levels, in the given order."""
+def adjusted_within_families(
+    families: Sequence[Hashable], p_values: Sequence[float], alpha: float
+) -> list[tuple[float, float]]:
+    """Return each p-value adjusted by Holm's method, with the level that decides alike on the p-value before.
+
+    Holm's method stops with some tests not rejected; alpha divided by their number (at least 1) is the level of its
+    last step. A test of the family is rejected if and only if its own p-value is below that level, so an interval at
+    this level says what the verdict says.
+    """
     found = holm_within_families(families, p_values)
     left = Counter(family for family, p in zip(families, found, strict=True) if p >= alpha)
-    return [Adjusted(p, alpha / max(left[family], 1)) for family, p in zip(families, found, strict=True)]
+    return [(p, alpha / max(left[family], 1)) for family, p in zip(families, found, strict=True)]
 
 
 def claim_p(
