@@ -177,7 +177,7 @@ def sigmas(tmp_path):
         write_json(tmp_path / "s.json", sensitivity(scale))
         write_json(tmp_path / "p.json", parity(OF_TWO_LAYERS, **changed))
         files = ("--sensitivity", tmp_path / "s.json", "--parity", tmp_path / "p.json")
-        return typed(str(part) for part in ("sigmas", tmp_path / "d.json", *files, *arguments))
+        return typed("sigmas", tmp_path / "d.json", *files, *arguments)
 
     return run
 
