@@ -35,7 +35,7 @@ from aqnpipe.config.noise import (
     OperatorNoise,
     RelativeGaussian,
 )
-from aqnpipe.diagnosis.diagnose import diagnose_model
+from aqnpipe.diagnosis.api import diagnose_model
 from aqnpipe.errors import AqnpipeError, ReceiptError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.noisy_passes import PassNoise, TransformersPasses, pass_receipt

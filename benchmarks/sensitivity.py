@@ -25,9 +25,9 @@ from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.diagnosis import DiagnosisConfig, SigmaRule
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.data.loader import load_problems
-from aqnpipe.diagnosis.diagnose import diagnose_model
+from aqnpipe.diagnosis.api import diagnose_model
+from aqnpipe.diagnosis.sensitivity.first_order import ScoredText, summed_losses, text_batches, texts_of_problems
 from aqnpipe.diagnosis.sensitivity.layers import rank_correlation, sensitivity
-from aqnpipe.diagnosis.sensitivity.scored_texts import ScoredText, summed_losses, text_batches, texts_of_problems
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.models.loading import load_model, load_tokenizer, source_folder
 

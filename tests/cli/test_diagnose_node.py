@@ -18,7 +18,7 @@ from typed import typed
 from aqnpipe.artifacts.diagnoses import NodeReport
 from aqnpipe.artifacts.files import read_json, write_json
 from aqnpipe.cli.diagnose import command
-from aqnpipe.diagnosis.node_comparison import node_of
+from aqnpipe.diagnosis.node_reports import node_of
 from aqnpipe.errors import AqnpipeError
 
 BETWEEN = "type=bias,site=all_reduce,magnitude=0.1"

@@ -16,7 +16,7 @@ from aqnpipe.cli.diagnose import node
 from aqnpipe.cli.diagnose.worker import Order
 from aqnpipe.cli.options import ModelSource
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.device_runs import INTERRUPTED, RunsOfDevice, record_of
+from aqnpipe.diagnosis.node_reports import INTERRUPTED, RunsOfDevice, record_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

@@ -15,7 +15,7 @@ from aqnpipe.cli.diagnose.command import (
     show_node,
     untested_lines,
 )
-from aqnpipe.diagnosis.node_comparison import compare_nodes, node_of
+from aqnpipe.diagnosis.node_reports import compare_nodes, node_of
 
 BITS = FaultBits(expected="0x3f80", observed="0x3f00", xor_mask="0x0080", flipped={7: 3, 2: 1}, values=3)
 

@@ -12,7 +12,7 @@ from random_models import random_model_of
 from replacing import replaced
 
 from aqnpipe.artifacts.files import write_json
-from aqnpipe.diagnosis.node_comparison import node_of
+from aqnpipe.diagnosis.node_reports import node_of
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 NAMES = ("diagnosing-a-machine.md", "diagnosing-a-node.md")

@@ -13,7 +13,7 @@ from aqnpipe.artifacts.diagnoses import Collectives
 from aqnpipe.config.fault_spec import CollectiveFault
 from aqnpipe.diagnosis import collectives
 from aqnpipe.diagnosis.collectives import CALLS, COLLECTIVES, compare_collectives
-from aqnpipe.diagnosis.node_comparison import of_all_ranks
+from aqnpipe.diagnosis.node_reports import of_all_ranks
 from aqnpipe.errors import ReceiptError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,11 +5,11 @@ import torch
 from decoder_families import tiny_model_of
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.checks import Check
+from aqnpipe.diagnosis.api import diagnose_model, layer_metrics
+from aqnpipe.diagnosis.checks import Bench, Check
 from aqnpipe.diagnosis.coverage import untested_parts
-from aqnpipe.diagnosis.diagnose import diagnose_model, layer_metrics
 from aqnpipe.diagnosis.exact_probes import elements_needed, run_exact
-from aqnpipe.diagnosis.probes.norms import norm_gradient
+from aqnpipe.diagnosis.probes.elementwise import Norm
 from aqnpipe.diagnosis.probes.patterns import ProbeInputs
 from aqnpipe.models.layout import decoder_layers
 from aqnpipe.models.loading import load_model
@@ -100,6 +100,6 @@ def test_a_norm_that_cuts_the_graph_has_no_gradient_to_compare():
         def forward(self, x):
             return super().forward(x.detach())
 
-    generator = torch.Generator().manual_seed(0)
-    assert norm_gradient(Cut(8), 0, "norm", torch.float32, CPU, generator) == []
-    assert len(norm_gradient(torch.nn.LayerNorm(8), 0, "norm", torch.float32, CPU, generator)) == 1
+    bench = Bench(0, torch.float32, CPU, torch.Generator().manual_seed(0))
+    assert Norm.of(Cut(8)).gradient("norm", bench) == []
+    assert len(Norm.of(torch.nn.LayerNorm(8)).gradient("norm", bench)) == 1

@@ -5,7 +5,8 @@ from made_up_diagnoses import HARDWARE, diagnosis, located
 
 from aqnpipe.artifacts.diagnoses import worst
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.device_runs import (
+from aqnpipe.diagnosis.api import diagnose_model
+from aqnpipe.diagnosis.node_reports import (
     INTERRUPTED,
     RunsOfDevice,
     config_of_run,
@@ -13,7 +14,6 @@ from aqnpipe.diagnosis.device_runs import (
     rate_of,
     record_of,
 )
-from aqnpipe.diagnosis.diagnose import diagnose_model
 
 CONFIG = DiagnosisConfig(seed=7)
 

@@ -4,7 +4,7 @@ import pytest
 from made_up_diagnoses import HARDWARE, diagnosis, located, wrong_sum
 
 from aqnpipe.artifacts.diagnoses import Collectives, KernelFault, Untested
-from aqnpipe.diagnosis.node_comparison import compare_nodes, node_of
+from aqnpipe.diagnosis.node_reports import compare_nodes, node_of
 
 
 def node(*devices, **changes):

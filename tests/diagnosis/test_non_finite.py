@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
-from aqnpipe.diagnosis.diagnose import diagnose_model
+from aqnpipe.diagnosis.api import diagnose_model
 from aqnpipe.errors import ModelError
 
 CONFIG = DiagnosisConfig(num_prompts=1)

@@ -9,8 +9,8 @@ from scipy import stats
 from aqnpipe.artifacts.diagnoses import LayerTable
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.config.noise import Fault
+from aqnpipe.diagnosis.api import diagnose_model
 from aqnpipe.diagnosis.capture import capture_layer_inputs, inference, run_layer
-from aqnpipe.diagnosis.diagnose import diagnose_model
 from aqnpipe.diagnosis.scans import (
     Measurements,
     add_input_noise,

@@ -45,7 +45,7 @@ from aqnpipe.errors import ConfigError, DataError, ModelError, ReceiptError
 
 if TYPE_CHECKING:
     from aqnpipe.artifacts.diagnoses import SensitivityFile
-    from aqnpipe.diagnosis.sensitivity.scored_texts import ScoredText
+    from aqnpipe.diagnosis.sensitivity.first_order import ScoredText
     from aqnpipe.noise.receipts.receipt import Receipt
 
 
@@ -125,7 +125,7 @@ def sensitivity(
 def _texts(data: str, number: int, tokenizer: Any, *, trust_code: bool) -> "list[ScoredText | str]":
     """Return at most `number` texts: test questions with gold solutions, or the lines of a text file."""
     from aqnpipe.data.loader import load_problems
-    from aqnpipe.diagnosis.sensitivity.scored_texts import texts_of_problems
+    from aqnpipe.diagnosis.sensitivity.first_order import texts_of_problems
 
     path = Path(data)
     if path.suffix == ".txt":

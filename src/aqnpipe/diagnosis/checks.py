@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aqnpipe.diagnosis.probes.reference import on_host
+from aqnpipe.diagnosis.capture import on_host
 from aqnpipe.errors import ModelError
 
 OUTSIDE_LAYERS = -1
@@ -112,6 +112,25 @@ def compare(
                 changed &= ~((observed.cpu().double() - precise.cpu().double()).abs() <= bound)
             mismatch = _mismatch(rounded, observed, changed, calls)
     return Check(probe, layer, site, num_channels, compared, mismatch, calls if compared or mismatch else 0)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the probes of one layer share: its index, the number format and device of its weights, and random numbers.
+
+    `layer` is OUTSIDE_LAYERS for the modules before and after the layers.
+    """
+
+    layer: int
+    dtype: torch.dtype
+    device: torch.device
+    generator: torch.Generator
+
+    def compare(
+        self, probe: str, site: str, expected: Tensor, observed: Tensor, allowed: Tensor | float | None = None
+    ) -> Check:
+        """Compare tensors at a site of the layer; see `compare`."""
+        return compare(probe, self.layer, site, expected, observed, allowed=allowed)
 
 
 def differs(expected: Tensor, observed: Tensor) -> Tensor:

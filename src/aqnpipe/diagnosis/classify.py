@@ -4,8 +4,8 @@ Probe inputs are Latin squares of powers of two, so every channel carries large 
 changes them in its own way: a dead zone zeroes the smallest, a clamp cuts the largest, a gain multiplies all.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,8 @@ _MOST_INFORMATIVE = ("finite", "identity", "linear", "attention", "mlp", "norm",
 _LEAST_INFORMATIVE = ("chain", "repeat", "monomial")
 """Probes that compare the device with itself; those of neither list stand between."""
 
+_RANKS = {probe: rank for rank, probe in enumerate((*_MOST_INFORMATIVE, "", *_LEAST_INFORMATIVE))}
+
 _OF_ITSELF = (*_LEAST_INFORMATIVE, "logits")
 """Probes that show no fault which both sides of the comparison share; they count as calls only where they differ."""
 
@@ -34,9 +36,6 @@ _ROUNDINGS = 4.0
 _TILE_WIDTHS = (16, 32, 64, 128)
 """Widths of the tiles of matrix units, in channels."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Evidence = dict[tuple[int, str], list[Check]]
-"""Mismatching checks by (layer, site)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ def classify(suspect: _Suspect, all_checks: Sequence[Check]) -> LocatedFault:
     evidence = suspect.evidence
     informative = most_informative(evidence)
     mark = mark_of(informative)
-    channels = faulty_channel_indices_of(evidence)
+    # Monomial probes, which permute rows, count only if there is no other.
+    channels = sorted(_channels([check for check in evidence if check.probe != "monomial"] or evidence))
     if mark.kind == "spike":
         mark = _spike_rate(evidence, all_checks, len(channels))
     is_outside = suspect.layers[0] == OUTSIDE_LAYERS
@@ -106,23 +106,10 @@ def _calls(evidence: Sequence[Check], all_checks: Sequence[Check]) -> tuple[int,
 
 def most_informative(evidence: Sequence[Check]) -> Mismatch:
     """Return the mismatch that reveals most about the type."""
-    best = min(evidence, key=lambda check: (_rank(check.probe), -check.deviation))
+    best = min(evidence, key=lambda check: (_RANKS.get(check.probe, len(_MOST_INFORMATIVE)), -check.deviation))
     if best.mismatch is None:
         raise ValueError(f"{best.probe} of {best.site} has no mismatch")
     return best.mismatch
-
-
-def _rank(probe: str) -> int:
-    if probe in _MOST_INFORMATIVE:
-        return _MOST_INFORMATIVE.index(probe)
-    least = len(_MOST_INFORMATIVE) + 1
-    return least + _LEAST_INFORMATIVE.index(probe) if probe in _LEAST_INFORMATIVE else least - 1
-
-
-def faulty_channel_indices_of(evidence: Sequence[Check]) -> list[int]:
-    """Return the sorted channels that differ; monomial probes, which permute rows, count only if there is no other."""
-    direct = [check for check in evidence if check.probe != "monomial"] or list(evidence)
-    return sorted({int(channel) for check in direct if check.mismatch for channel in check.mismatch.channels})
 
 
 def mark_of(mismatch: Mismatch) -> Mark:
@@ -309,75 +296,54 @@ def _hex(word: Tensor, width: int) -> str:
     return f"0x{int(word) % (1 << width):0{width // 4}x}"
 
 
-def mismatching(checks: Sequence[Check]) -> Evidence:
-    """Return the checks with a mismatch, by place."""
-    found: Evidence = defaultdict(list)
-    for check in checks:
-        if check.mismatch:
-            found[check.layer, check.site].append(check)
-    return dict(found)
-
-
-def suspects(evidence: Evidence, checks: Sequence[Check]) -> list[_Suspect]:
+def suspects(checks: Sequence[Check]) -> list[_Suspect]:
     """Return the suspects: one for a site whose same channels are wrong in most layers, else one for each layer.
 
     Most layers are more than half of those that have the site, at least two. Channels that are wrong in one layer only,
     at a site that is wrong in most, are that layer's own fault.
     """
-    by_site: dict[str, dict[int, list[Check]]] = defaultdict(dict)
-    for (layer, site), found in evidence.items():
-        by_site[site][layer] = found
+    by_site: dict[str, dict[int, list[Check]]] = defaultdict(lambda: defaultdict(list))
+    for check in checks:
+        if check.mismatch:
+            by_site[check.site][check.layer].append(check)
     result: list[_Suspect] = []
     for site, layers in by_site.items():
-        shared = _shared_channels(layers, _layers_of(site, checks))
-        if not shared:
-            result += [_Suspect(site, (layer,), False, tuple(found)) for layer, found in layers.items()]
-            continue
-        wide = {layer: _restricted(found, shared, keep=True) for layer, found in layers.items()}
-        wide = {layer: found for layer, found in wide.items() if found}
-        own = {layer: rest for layer, found in layers.items() if (rest := _restricted(found, shared, keep=False))}
-        result.append(_Suspect(site, tuple(sorted(wide)), True, wide[min(wide)]))
-        if 2 * len(own) < len(layers):  # in most layers, other channels come from a fault that is random
+        probed = {check.layer for check in checks if check.site == site and check.layer != OUTSIDE_LAYERS}
+        seen = Counter(channel for found in layers.values() for channel in _channels(found))
+        shared = {channel for channel, count in seen.items() if count >= max(2, len(probed) // 2 + 1)}
+        wide, own = ({n: _restricted(found, shared, keep) for n, found in layers.items()} for keep in (True, False))
+        common = [layer for layer, found in wide.items() if found]
+        if common:
+            result.append(_Suspect(site, tuple(sorted(common)), True, wide[min(common)]))
+        own = {layer: found for layer, found in own.items() if found}
+        if not common or 2 * len(own) < len(layers):  # in most layers, other channels come from a fault that is random
             result += [_Suspect(site, (layer,), False, found) for layer, found in own.items()]
     return result
 
 
-def _layers_of(site: str, checks: Sequence[Check]) -> set[int]:
-    return {check.layer for check in checks if check.site == site and check.layer != OUTSIDE_LAYERS}
+def _channels(found: Sequence[Check]) -> set[int]:
+    return {int(channel) for check in found if check.mismatch for channel in check.mismatch.channels}
 
 
-def _shared_channels(layers: Mapping[int, Sequence[Check]], probed: set[int]) -> set[int]:
-    """Return the channels that are wrong in most of the probed layers."""
-    counts: dict[int, int] = defaultdict(int)
-    for found in layers.values():
-        for channel in {int(c) for check in found if check.mismatch for c in check.mismatch.channels}:
-            counts[channel] += 1
-    most = max(2, len(probed) // 2 + 1)
-    return {channel for channel, count in counts.items() if count >= most}
-
-
-def _restricted(found: Sequence[Check], channels: set[int], *, keep: bool) -> tuple[Check, ...]:
+def _restricted(found: Sequence[Check], channels: set[int], keep: bool) -> tuple[Check, ...]:
     """Return the checks reduced to `channels`, or to all others, without those that have no mismatch left."""
     reduced = []
     for check in found:
-        if check.mismatch is None:
-            continue
-        mask = [(int(channel) in channels) == keep for channel in check.mismatch.channels]
-        if any(mask):
-            reduced.append(replace(check, mismatch=_columns(check.mismatch, mask)))
+        if check.mismatch:
+            chosen = torch.tensor([(int(channel) in channels) == keep for channel in check.mismatch.channels])
+            if chosen.any():
+                reduced.append(replace(check, mismatch=_columns(check.mismatch, chosen)))
     return tuple(reduced)
 
 
-def _columns(mismatch: Mismatch, mask: Sequence[bool]) -> Mismatch:
-    def kept(values: Tensor) -> Tensor:
-        columns = [i for i in range(values.shape[1]) if mask[i]]
-        return values[:, columns] if columns else values
-
-    chosen = [i for i, keep in enumerate(mask) if keep]
+def _columns(mismatch: Mismatch, chosen: Tensor) -> Mismatch:
+    kept = chosen[: mismatch.expected.shape[1]]
+    if not kept.any():  # the values of other channels stand for those that were not kept
+        kept = torch.ones_like(kept)
     return replace(
         mismatch,
         channels=mismatch.channels[chosen],
         deviations=mismatch.deviations[chosen],
-        expected=kept(mismatch.expected),
-        observed=kept(mismatch.observed),
+        expected=mismatch.expected[:, kept],
+        observed=mismatch.observed[:, kept],
     )

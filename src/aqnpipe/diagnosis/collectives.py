@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 
 from aqnpipe.artifacts.diagnoses import Collectives, WrongCollective
 from aqnpipe.config.fault_spec import Collective, CollectiveFault
-from aqnpipe.diagnosis.diagnose import describe_fault
+from aqnpipe.diagnosis.api import describe_fault
 from aqnpipe.noise.injection.faults import FaultHook
 from aqnpipe.noise.receipts.table import Row
 from aqnpipe.seeding import keyed_generator

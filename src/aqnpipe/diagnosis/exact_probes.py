@@ -6,35 +6,42 @@ layer on the CPU, without hooks and without patched forwards, decides which of t
 the probe does not fit. It is in float64, whose kernels share little with those under test; in float32 where the probe
 runs fused experts, because torch multiplies groups of matrices in no wider format. Other layers decide nothing, because
 a fault of the device is in all of them.
+
+Beyond single layers on single tokens there are probes of the ends of the model, ranges, shapes, experts, gradients and
+whole sequences.
 """
 
-import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, log
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from aqnpipe.artifacts.diagnoses import LocatedFault, Untested
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.device import determinism_requested
-from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, inference
-from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, Mismatch
-from aqnpipe.diagnosis.classify import Evidence, Mark, classify, mark_of, mismatching, most_informative, suspects
-from aqnpipe.diagnosis.coverage import metered, untested_norms, untested_parts, untested_sites
-from aqnpipe.diagnosis.probes import linears
-from aqnpipe.diagnosis.probes.layers import LayerProber, norm_offset, subtracts_mean
-from aqnpipe.diagnosis.probes.model import model_checks, without_consequences
-from aqnpipe.diagnosis.probes.outer_modules import outer_norms
-from aqnpipe.diagnosis.probes.patterns import ProbeInputs, exponent_ladder
-from aqnpipe.diagnosis.probes.reference import LEAST_ROWS
-from aqnpipe.diagnosis.probes.repeats import Part, as_repeated, repeat, without_false_noise
+from aqnpipe.diagnosis.capture import LayerInput, capture_layer_inputs, host_copy, inference, values_on_host
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Bench, Check, Mismatch
+from aqnpipe.diagnosis.classify import Mark, classify, mark_of, most_informative, suspects
+from aqnpipe.diagnosis.coverage import Gap, by_part, limits, metered, untested_norms, untested_parts, untested_sites
+from aqnpipe.diagnosis.probes import elementwise, experts, linears
+from aqnpipe.diagnosis.probes.elementwise import ACTIVATION_SITE, CORE_SITE, Norm
+from aqnpipe.diagnosis.probes.experts import EXPERT_SITE, ROUTER_SITE, experts_of, router_of
+from aqnpipe.diagnosis.probes.flow import (
+    EMBEDDING_GRADIENT,
+    FINITE,
+    is_known,
+    model_type,
+    outer_norms,
+    probe_outer_modules,
+)
+from aqnpipe.diagnosis.probes.layers import LayerProber, Part, as_repeated, repeat, without_false_noise
+from aqnpipe.diagnosis.probes.patterns import LEAST_ROWS, ProbeInputs, exponent_ladder
+from aqnpipe.diagnosis.probes.sequences import ROTARY_SITE, probe_sequences
 from aqnpipe.diagnosis.stored_weights import (
     compare_with_earlier,
     compare_with_file,
@@ -42,6 +49,7 @@ from aqnpipe.diagnosis.stored_weights import (
     row_checksums,
 )
 from aqnpipe.models.layout import LayerSites, decoder_layers, layer_sites
+from aqnpipe.seeding import keyed_generator
 
 _STRUCTURAL = ("identity", "attention", "mlp", "norm")
 """Probes that expect something of the structure of a layer; a linear is a linear in every family."""
@@ -97,8 +105,7 @@ def run_exact(
     reordered: set[str] = set()
     with inference(model), determinism_requested(), metered(layers, num_tokens) as cost:
         one_token, sequences = _layer_inputs(model, num_tokens, len(inputs.ladder), like.device)
-        offsets = _norm_offsets(layers, like.dtype, like.device)
-        probers = [LayerProber(index, sites, one_token[index].kwargs, offsets) for index, sites in enumerate(layers)]
+        probers = [LayerProber(index, sites, one_token[index].kwargs) for index, sites in enumerate(layers)]
         for prober in probers:
             show_progress(f"exact probes: layer {prober.index + 1} of {len(layers)}")
             found, changing = probe_layer(prober, inputs, sequences[prober.index], config.exact_repeats)
@@ -122,7 +129,7 @@ def run_exact(
         reordered=tuple(sorted(reordered)),
         elements_per_channel=_least(checks, lambda check: check.elements_per_channel),
         calls_per_site=_least(checks, lambda check: check.calls),
-        forward_equivalents=cost.forward_equivalents,
+        forward_equivalents=cost(),
         num_tokens=num_tokens,
         device=like.device.type,
         float32_product_bits=_product_bits(layers, inputs, faults),
@@ -162,7 +169,7 @@ def probe_layer(
 ) -> tuple[list[Check], list[str]]:
     """Run every probe that fits the layer; return all checks and the sites that add in changing order."""
     repeats = repeat(prober.index, prober.sites, own_input.hidden, own_input.kwargs, num_repeats)
-    checks = [*repeats.checks, *_composite_probes(prober, inputs)]
+    checks = repeats.checks + structure(prober, inputs)
     for name, module in prober.sites.linears.items():
         for probe in (linears.selecting, linears.summing, linears.biased):
             checks += probe(prober.index, name, module, inputs)
@@ -171,24 +178,15 @@ def probe_layer(
     if repeats.reordered:
         # Repeats get different inputs behind such a site and are not compared there; known answers take their place.
         for _ in range(num_repeats - 2):
-            checks += _composite_probes(prober, inputs)
+            checks += structure(prober, inputs)
     return checks, repeats.reordered
 
 
-def _composite_probes(prober: LayerProber, inputs: ProbeInputs) -> list[Check]:
-    """Run the probes of the layer, attention, MLP and norms that fit the modules of the layer."""
-    names = prober.sites.linears.keys()
-    checks: list[Check] = []
-    if {"o_proj", "down_proj"} <= names:
-        checks += prober.identity(inputs)
-        if "v_proj" in names:
-            checks += prober.attention(inputs)
-    if {"gate_proj", "up_proj", "down_proj"} <= names:
-        checks += prober.mlp(inputs)
-    for name, module in prober.sites.norms.items():
-        if not subtracts_mean(module):
-            checks += prober.norm(name, inputs)
-    return checks
+def structure(prober: LayerProber, inputs: ProbeInputs, only: Collection[str] = _STRUCTURAL) -> list[Check]:
+    """Run the structural probes that fit the layer, or some of them."""
+    sites = {"layer_output": "identity", "attention_output": "attention", "mlp_output": "mlp"}
+    probes = [probe for site, probe in prober.structural.items() if sites.get(site, "norm") in only]
+    return [check for probe in probes for check in probe(inputs)]
 
 
 def _without_misfits(
@@ -201,29 +199,17 @@ def _without_misfits(
         for c in checks
         if c.mismatch and c.probe in _STRUCTURAL and (c.layer, c.site) not in wrong_alone
     }
-    wrong = {
-        (layer, probe, site) for layer, probe in sorted(failing) for site in _misfits(probers[layer], probe, inputs)
-    }
-    layers: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for layer, probe, site in sorted(wrong):
-        layers[probe, site].append(layer)
-    notes = tuple(
-        Untested(
-            part=f"{site} (probe {probe})",
-            layers=tuple(found),
-            reason="the layer computes something else here, also on a copy on the host",
-        )
-        for (probe, site), found in sorted(layers.items())
-    )
+    wrong = {(layer, probe, site) for layer, probe in failing for site in _misfits(probers[layer], probe, inputs)}
+    reason = "the layer computes something else here, also on a copy on the host"
+    notes = by_part((f"{site} (probe {probe})", reason, layer) for layer, probe, site in sorted(wrong))
     return [c for c in checks if (c.layer, c.probe, c.site) not in wrong], notes
 
 
 def _faults(
     checks: Sequence[Check], probers: Sequence[LayerProber], inputs: ProbeInputs, parts: Sequence[Part]
 ) -> tuple[LocatedFault, ...]:
-    evidence: Evidence = mismatching(checks)
     faults = []
-    for suspect in suspects(evidence, checks):
+    for suspect in suspects(checks):
         elements = [check for check in checks if check.site == suspect.site and check.layer == suspect.layers[0]]
         fault = classify(suspect, elements)
         if suspect.layers[0] != OUTSIDE_LAYERS:
@@ -267,54 +253,18 @@ def finite_input(own: LayerInput) -> LayerInput:
     return replace(own, hidden=own.hidden.nan_to_num(nan=1.0, posinf=1.0, neginf=-1.0))
 
 
-def _norm_offsets(layers: Sequence[LayerSites], dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Return the weight offset of each norm (1 if it multiplies by 1 + weight, else 0) by majority of the layers."""
-    votes: dict[str, list[float]] = defaultdict(list)
-    for sites in layers:
-        for name, module in sites.norms.items():
-            votes[name].append(norm_offset(module, dtype, device))
-    return {name: float(round(sum(found) / len(found))) for name, found in votes.items()}
-
-
 def _misfits(prober: LayerProber, probe: str, inputs: ProbeInputs) -> set[str]:
     """Return the sites at which the structural `probe` does not give the known answer on a copy on the host."""
-    host = _on_host(prober, runs_experts=probe == "identity")
-    dtype = next(iter(host.sites.layer.parameters())).dtype
-    small = ProbeInputs(2 * len(inputs.ladder), dtype, torch.device("cpu"), inputs.ladder)
-    if probe == "norm":
-        checks = [check for name in host.sites.norms for check in host.norm(name, small)]
-    else:
-        checks = getattr(host, probe)(small)
-    return {check.site for check in checks if check.mismatch}
-
-
-def _on_host(prober: LayerProber, *, runs_experts: bool) -> LayerProber:
-    # A patched forward, such as a closure, computes with the modules and on the device of the original.
-    patched = [own for module in prober.sites.layer.modules() if (own := module.__dict__.get("forward")) is not None]
-    layer = copy.deepcopy(prober.sites.layer, {id(forward): None for forward in patched})
-    for module in layer.modules():
-        module.__dict__.pop("forward", None)
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.clear()
-    has_fused_experts = any(parameter.ndim > 2 for parameter in layer.parameters())
-    dtype = torch.float32 if has_fused_experts and runs_experts else torch.float64
-    return replace(
-        prober,
-        sites=layer_sites(layer.to("cpu", dtype)),
-        one_token_kwargs=_to_host(prober.one_token_kwargs, dtype),
-        attention_kwargs=_to_host(prober.attention_kwargs, dtype),
+    has_fused_experts = any(parameter.ndim > 2 for parameter in prober.sites.layer.parameters())
+    dtype = torch.float32 if has_fused_experts and probe == "identity" else torch.float64
+    host = LayerProber(
+        prober.index,
+        layer_sites(host_copy(prober.sites.layer, dtype)),
+        values_on_host(prober.one_token_kwargs, dtype),
+        values_on_host(prober.attention_kwargs, dtype),
     )
-
-
-def _to_host(values: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return `values` with the floating-point tensors in them as `dtype` on the CPU."""
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to("cpu", dtype) if value.is_floating_point() else value.cpu()
-
-    return dict(tree_map(moved, values))
+    small = ProbeInputs(2 * len(inputs.ladder), dtype, torch.device("cpu"), inputs.ladder)
+    return {check.site for check in structure(host, small, (probe,)) if check.mismatch}
 
 
 def _refine_fault(
@@ -332,7 +282,9 @@ def _refine_fault(
         return as_repeated(fault, "the same in every call")
     if drive is None or fault.type not in _WITH_REFERENCE or mark.level is None:
         return fault
-    lowered = ProbeInputs(inputs.num_tokens, inputs.dtype, inputs.device, _lowered(inputs.ladder))
+    # Of the same length, with the smallest values in place of the largest.
+    ladder = torch.cat([inputs.ladder[:_LOWERED_BY], inputs.ladder[:-_LOWERED_BY]])
+    lowered = ProbeInputs(inputs.num_tokens, inputs.dtype, inputs.device, ladder)
     lowered.top_gain = inputs.top_gain / 2.0**_LOWERED_BY
     again = _mismatch_at(fault.site, drive(lowered))
     threshold = "cached" if _kept_level(mark, again) else "dynamic"
@@ -354,23 +306,9 @@ def _is_repeatable(site: str, drive: Callable[[ProbeInputs], list[Check]], input
 
 def _drive(site: str, prober: LayerProber) -> Callable[[ProbeInputs], list[Check]] | None:
     """Return the probe with known answers that covers `site`; None if there is none."""
-    names = prober.sites.linears.keys()
-    if site in names:
+    if site in prober.sites.linears:
         return partial(linears.selecting, prober.index, site, prober.sites.linears[site])
-    if site in prober.sites.norms and not subtracts_mean(prober.sites.norms[site]):
-        return partial(prober.norm, site)
-    if site == "layer_output" and {"o_proj", "down_proj"} <= names:
-        return prober.identity
-    if site == "attention_output" and {"v_proj", "o_proj", "down_proj"} <= names:
-        return prober.attention
-    if site == "mlp_output" and {"gate_proj", "up_proj", "down_proj"} <= names:
-        return prober.mlp
-    return None
-
-
-def _lowered(ladder: Tensor) -> Tensor:
-    """Return a ladder of the same length in which the largest values are replaced by the smallest ones."""
-    return torch.cat([ladder[:_LOWERED_BY], ladder[:-_LOWERED_BY]])
+    return prober.structural.get(site)
 
 
 def _mismatch_at(site: str, checks: Sequence[Check]) -> Mismatch | None:
@@ -406,3 +344,114 @@ def _narrowed(
     if second is None or second.kind != "dead_zone" or second.low is None or second.high is None:
         return {}
     return {"magnitude": (second.low * second.high) ** 0.5, "magnitude_low": second.low, "magnitude_high": second.high}
+
+
+_NO_GRADIENT = "the module has no gradient"
+_NORMS_OF_HEADS = frozenset({"q_norm", "k_norm", "q_layernorm", "k_layernorm"})
+"""Norms between the projections and the rotation."""
+_OTHER_ROUTER = "it returns something else than logits, shares and experts, or has more experts than inputs"
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+
+
+def model_checks(
+    model: nn.Module,
+    layers: Sequence[LayerSites],
+    seed: int,
+    show_progress: Callable[[str], None] = lambda line: None,
+    elements_at_ends: int = 1,
+) -> tuple[list[Part], tuple[Untested, ...]]:
+    """Return the parts of the probes of a model with their checks, and what did not fit it, with the reason.
+
+    `elements_at_ends`: least number of values on each channel of the final norm and lm_head.
+    """
+    gaps: list[Gap] = []
+    unreached: dict[str, str] = {}
+    show_progress("exact probes: embedding, final norm, lm_head")
+    parts = [Part(lambda: probe_outer_modules(model, seed, is_known=is_known(model), num_elements=elements_at_ends))]
+    for index, sites in enumerate(layers):
+        show_progress(f"exact probes: ranges, shapes and gradients of layer {index + 1} of {len(layers)}")
+        parts.append(Part(partial(_checks_of_layer, model, index, sites, len(layers), seed, gaps)))
+    show_progress("exact probes: sequences")
+    parts.append(Part(lambda: probe_sequences(model, layers, seed, unreached)))
+    checks = [check for part in parts for check in part.checks]
+    if not any(check.site == EMBEDDING_GRADIENT for check in checks):
+        unreached["gradient of the embedding"] = f"{_NO_GRADIENT}, or a class of its own"
+    if not is_known(model):
+        reason = f"not tried on model type {model_type(model)}"
+        unreached["ranges and gradients of norms, experts, router"] = reason
+    untested = [Untested(part=part, reason=reason) for part, reason in sorted(unreached.items())]
+    return parts, (*untested, *by_part(gaps), *limits(model, layers, checks))
+
+
+def _checks_of_layer(
+    model: nn.Module, index: int, sites: LayerSites, num_layers: int, seed: int, gaps: list[Gap]
+) -> list[Check]:
+    like = next(iter(sites.layer.parameters()))
+    bench = Bench(index, like.dtype, like.device, keyed_generator("cpu", seed, "diagnosis.further", index))
+    checks: list[Check] = []
+    for name, module in sites.norms.items() if is_known(model) else ():
+        norm = Norm.of(module)
+        backward = [*(found := norm.sweep(name, bench)), *norm.gradient(name, bench)]
+        checks += backward
+        if not found:
+            gaps.append((name, "a norm without a known epsilon", index))
+        elif backward == found:
+            gaps.append((f"gradients of {name}", _NO_GRADIENT, index))
+    checks += _core_checks(model, sites, bench, gaps)
+    for name, linear in sites.linears.items():
+        if type(linear).forward is not nn.Linear.forward:
+            gaps.append((name, "a linear with another output, such as a choice of experts", index))
+            continue
+        gradients = linears.probe_gradients(name, linear, bench, large=index == seed % num_layers)
+        if len({check.site for check in gradients}) < 2:
+            gaps.append((f"gradients of {name}", _NO_GRADIENT, index))
+        rows = linears.rows_of_layer(index, num_layers, seed)
+        checks += gradients + linears.probe_shapes(name, linear, rows, bench)
+    return checks + (_mixture_checks(model, sites, bench, gaps) if is_known(model) else [])
+
+
+def _core_checks(model: nn.Module, sites: LayerSites, bench: Bench, gaps: list[Gap]) -> list[Check]:
+    name, module = elementwise.activation_name(model.config), elementwise.activation_of(sites.layer)
+    if name is None or module is None:
+        gaps.append((f"{CORE_SITE}, activation", "no reference of its activation is known", bench.layer))
+        return []
+    checks = elementwise.activation_sweep(module, name, bench)
+    backward = elementwise.activation_gradient(module, name, bench)
+    if not backward:
+        gaps.append((f"gradients of {ACTIVATION_SITE}", _NO_GRADIENT, bench.layer))
+    return checks + backward + elementwise.gated_sweep(sites, name, bench)
+
+
+def _mixture_checks(model: nn.Module, sites: LayerSites, bench: Bench, gaps: list[Gap]) -> list[Check]:
+    module, router = experts_of(sites.layer), router_of(sites.layer)
+    top_k = next((int(value) for key in _TOP_K if (value := getattr(model.config, key, None))), 1)
+    checks = [] if module is None else experts.probe_experts(module, top_k, bench)
+    found = [] if router is None else experts.probe_router(router, bench)
+    if not found and (module is not None or router is not None):
+        gaps.append((ROUTER_SITE, _OTHER_ROUTER, bench.layer))
+    return checks + found
+
+
+def without_consequences(checks: Sequence[Check]) -> list[Check]:
+    """Return `checks` without those whose mismatch follows from another: one fault is not reported twice.
+
+    Gradients go back through the output of their linear, a core through its activation, and the sum of experts through
+    each of them. The rotation is compared between two passes, through the norms of heads, which differ between them
+    if their fault is random. A number that is not finite leaves its layer from the site that made it.
+    A check of a faulty source says nothing about what follows it.
+    """
+    wrong = {(check.layer, check.site) for check in checks if check.mismatch and check.probe != "backward"}
+    explained = {c.layer for c in checks if c.mismatch and c.probe != FINITE and c.layer != OUTSIDE_LAYERS}
+
+    def follows(check: Check) -> bool:
+        if check.probe == FINITE:
+            return check.layer in explained
+        if check.probe == "backward":
+            return (check.layer, check.site.rsplit(".", 1)[0]) in wrong
+        if check.site == EXPERT_SITE:
+            return any(layer == check.layer and site.startswith(f"{EXPERT_SITE}.") for layer, site in wrong)
+        if check.site == ROTARY_SITE:
+            return any((check.layer, name) in wrong for name in _NORMS_OF_HEADS)
+        return check.site == CORE_SITE and (check.layer, ACTIVATION_SITE) in wrong
+
+    return [check for check in checks if not (check.mismatch and follows(check))]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from aqnpipe.artifacts.diagnoses import KernelFault
-from aqnpipe.diagnosis.capture import inference
+from aqnpipe.diagnosis.capture import inference, values_on_host
 from aqnpipe.diagnosis.classify import tile_place
 from aqnpipe.error_bounds import sum_bound
 
@@ -109,7 +109,7 @@ class Kernels(TorchDispatchMode):
 
 def _on_host(func: Any, arguments: Any, result: Tensor) -> tuple[Tensor, Tensor]:
     """Return the exact result of an operator, and how far a correct one may be from it; both float64."""
-    args, kwargs = tree_map(_precise, arguments)
+    args, kwargs = values_on_host(arguments, torch.float64)
     exact = func(*args, **kwargs)
     name, dtype = func.overloadpacket.__name__, result.dtype
     if name not in _PRODUCTS:
@@ -119,14 +119,6 @@ def _on_host(func: Any, arguments: Any, result: Tensor) -> tuple[Tensor, Tensor]
     bound = sum_bound(sizes, args[-1].shape[-2] + 1, dtype)
     is_coarse = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return exact, bound + sizes * 2.0**-9 if is_coarse else bound
-
-
-def _precise(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().cpu().double() if value.is_floating_point() else value.detach().cpu()
 
 
 def _copied(value: Any) -> Any:

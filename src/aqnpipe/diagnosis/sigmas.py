@@ -29,7 +29,6 @@ left out.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -43,14 +42,11 @@ from aqnpipe.seeding import derive_seed
 
 _Floats = NDArray[np.float64]
 _HALVINGS = 200
+_TINY = np.finfo(np.float64).tiny
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The sigma of every layer, and the reason for it."""
-
-    sigmas: dict[int, float]
-    reasons: dict[int, str]
+_Plan = dict[int, tuple[float, str]]
+"""The sigma of every layer, and the reason for it."""
 
 
 def layer_sigmas(
@@ -70,11 +66,11 @@ def layer_sigmas(
     outside the bounds, where equal energy is impossible.
     """
     plan = _plan(table.sort("layer"), rule, strategy, errors)
-    energy = sum(sigma**2 for sigma in plan.sigmas.values())
+    sigmas = {layer: sigma for layer, (sigma, _) in plan.items()}
     known: dict[str, int | float | str] = {
         "num_layers": table.height,
         "strategy": strategy,
-        "total_noise_energy": round(energy, 12),
+        "total_noise_energy": round(sum(sigma**2 for sigma in sigmas.values()), 12),
         "verdict": verdict.verdict,
     }
     if verdict.layer is not None and verdict.type is not None:
@@ -82,31 +78,23 @@ def layer_sigmas(
     return SigmaFile(
         aqn=LayerSigmas(
             base_sigma=rule.base_sigma,
-            layer_sigmas=plan.sigmas,
+            layer_sigmas=sigmas,
             schedule=schedule_kind,
             high_priority_layers=tuple(
-                layer for layer, sigma in plan.sigmas.items() if sigma > rule.high_priority_ratio * rule.base_sigma
+                layer for layer, sigma in sigmas.items() if sigma > rule.high_priority_ratio * rule.base_sigma
             ),
         ),
-        reasons=plan.reasons,
+        reasons={layer: reason for layer, (_, reason) in plan.items()},
         srdd_metadata=known | (metadata or {}),
     )
 
 
 def _plan(table: pl.DataFrame, rule: SigmaRule, strategy: SigmaStrategy, errors: Mapping[int, float] | None) -> _Plan:
-    match strategy:
-        case "published":
-            return _published(table, rule)
-        case "robust_first" | "shuffled_layers":
-            _median(table, "gain")  # refuses a table without rows
-            return _Plan(*_graded_sigmas(table, rule, strategy))
-        case "damage_first":
-            return _Plan(*_damage_sigmas(table, rule, errors))
-
-
-def _tidy(sigma: float) -> float:
-    """Round to 12 decimals, so that 0.05 * 1.5 * 1.5 is 0.1125 and not 0.11250000000000002."""
-    return float(round(sigma, 12))
+    if strategy == "published":
+        return _published(table, rule)
+    if strategy == "damage_first":
+        return _damage_first(table, rule, errors)
+    return _robust_first(table, rule, is_shuffled=strategy == "shuffled_layers")
 
 
 @dataclass
@@ -116,6 +104,17 @@ class _LayerDecision:
     raises: list[str] = field(default_factory=list)
     lowers: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def outcome(self, rule: SigmaRule) -> tuple[float, str]:
+        """Return the sigma and the reason for it."""
+        factor = rule.raise_factor ** len(self.raises) * rule.lower_factor ** len(self.lowers)
+        # Rounded, so that 0.05 * 1.5 * 1.5 is 0.1125 and not 0.11250000000000002.
+        wanted = float(round(rule.base_sigma * factor, 12))
+        sigma = min(max(wanted, rule.sigma_min), rule.sigma_max)
+        parts = [f"{reason}: x{rule.raise_factor:g}" for reason in self.raises]
+        parts += [f"{reason}: x{rule.lower_factor:g}" for reason in self.lowers]
+        parts += [*self.notes, *([f"clamped to {sigma:g}"] if sigma != wanted else [])]
+        return sigma, "; ".join(parts) or "no rule applies: base sigma"
 
 
 def _published(table: pl.DataFrame, rule: SigmaRule) -> _Plan:
@@ -130,8 +129,7 @@ def _published(table: pl.DataFrame, rule: SigmaRule) -> _Plan:
     rows = table.to_dicts()
     decisions = _decide(rows, _median(table, "gain"), _median(table, "kurtosis"), rule)
     _move_to_sources(rows, decisions)
-    sigmas = {layer: _sigma(decision, rule) for layer, decision in decisions.items()}
-    return _Plan(sigmas, {layer: _in_words(decision, sigmas[layer], rule) for layer, decision in decisions.items()})
+    return {layer: decision.outcome(rule) for layer, decision in decisions.items()}
 
 
 def _decide(
@@ -172,24 +170,6 @@ def _move_to_sources(rows: list[dict[str, float]], decisions: dict[int, _LayerDe
         decisions[target].raises.append(f"saturation propagated to layers {', '.join(map(str, layers))}")
 
 
-def _sigma(decision: _LayerDecision, rule: SigmaRule) -> float:
-    return min(max(_unclamped(decision, rule), rule.sigma_min), rule.sigma_max)
-
-
-def _unclamped(decision: _LayerDecision, rule: SigmaRule) -> float:
-    factor = rule.raise_factor ** len(decision.raises) * rule.lower_factor ** len(decision.lowers)
-    return _tidy(rule.base_sigma * factor)
-
-
-def _in_words(decision: _LayerDecision, sigma: float, rule: SigmaRule) -> str:
-    parts = [f"{reason}: x{rule.raise_factor:g}" for reason in decision.raises]
-    parts += [f"{reason}: x{rule.lower_factor:g}" for reason in decision.lowers]
-    parts += decision.notes
-    if sigma != _unclamped(decision, rule):
-        parts.append(f"clamped to {sigma:g}")
-    return "; ".join(parts) or "no rule applies: base sigma"
-
-
 def _median(table: pl.DataFrame, column: str) -> float:
     median = table[column].median()
     if not isinstance(median, float):
@@ -197,56 +177,45 @@ def _median(table: pl.DataFrame, column: str) -> float:
     return median
 
 
-def _graded_sigmas(
-    table: pl.DataFrame, rule: SigmaRule, strategy: Literal["robust_first", "shuffled_layers"]
-) -> tuple[dict[int, float], dict[int, str]]:
-    """Return the sigma of every layer by `strategy`, and the reasons.
+def _robust_first(table: pl.DataFrame, rule: SigmaRule, *, is_shuffled: bool) -> _Plan:
+    """Return the plan of robust_first, or its sigmas in a random order.
 
     Raises DataError without a measured sensitivity, ConfigError if the base sigma is outside the bounds of sigmas.
     """
-    sensitivity = _measured_sensitivity(table)
+    _median(table, "gain")  # refuses a table without rows
+    layers, sensitivity = table["layer"].to_list(), _measured_sensitivity(table)
     order = np.argsort(sensitivity, kind="stable")
     placed, words = order, "more noise where the model is robust"
-    if strategy == "shuffled_layers":
+    if is_shuffled:
         placed = np.random.default_rng(derive_seed(rule.seed, "sigmas.shuffled_layers")).permutation(len(order))
         words = f"control: the sigmas of robust_first in a random order (seed {rule.seed})"
-    layers = [int(layer) for layer in table["layer"]]
-    weights = 1 / np.sqrt(np.maximum(sensitivity, np.finfo(np.float64).tiny))
-    sigmas = _placed(layers, weights, placed, rule)
-    rank = {int(row): number for number, row in enumerate(order[::-1], start=1)}
-    reasons = {
-        layer: f"{words}; sensitivity {sensitivity[row]:.3g}, number {rank[row]} of {len(layers)} in fragility: "
-        f"sigma {sigmas[layer]:.4g}"
-        for row, layer in enumerate(layers)
-    }
-    return sigmas, reasons
+    rank = np.argsort(order[::-1]) + 1
+    reasons = [
+        f"{words}; sensitivity {sensitivity[row]:.3g}, number {rank[row]} of {len(layers)} in fragility"
+        for row in range(len(layers))
+    ]
+    return _placed(layers, 1 / np.sqrt(np.maximum(sensitivity, _TINY)), placed, rule, reasons)
 
 
-def _damage_sigmas(
-    table: pl.DataFrame, rule: SigmaRule, errors: Mapping[int, float] | None
-) -> tuple[dict[int, float], dict[int, str]]:
-    """Return the sigma of every layer by damage_first, and the reasons; `errors` are the measured ones by layer.
+def _damage_first(table: pl.DataFrame, rule: SigmaRule, errors: Mapping[int, float] | None) -> _Plan:
+    """Return the plan of damage_first; `errors` are the measured ones by layer.
 
     Raises DataError without a measured sensitivity, without errors of the same layers, or if nothing costs anything;
     ConfigError if the base sigma is outside the bounds of sigmas.
     """
-    layers = [int(layer) for layer in table["layer"]]
-    error = _errors_of(layers, errors)
-    sensitivity = _measured_sensitivity(table)
+    layers = table["layer"].to_list()
+    error, sensitivity = _errors_of(layers, errors), _measured_sensitivity(table)
     damage = sensitivity * (error / SENSITIVITY_SCALE) ** 2
     if not damage.any():
         raise DataError("the measured error costs nothing in any layer, expected an error and a sensitivity above 0")
     order = np.argsort(-damage, kind="stable")
-    rank = {int(row): number for number, row in enumerate(order, start=1)}
-    weights = np.sqrt(np.maximum(damage, np.finfo(np.float64).tiny))
-    sigmas = _placed(layers, weights, order, rule)
-    reasons = {
-        layer: f"more noise where the measured error costs more; error {100 * error[row]:.3g} %, sensitivity "
-        f"{sensitivity[row]:.3g}, predicted cost {damage[row]:.3g} nats per token, number {rank[row]} of "
-        f"{len(layers)}: sigma {sigmas[layer]:.4g}"
-        for row, layer in enumerate(layers)
-    }
-    return sigmas, reasons
+    rank = np.argsort(order) + 1
+    reasons = [
+        f"more noise where the measured error costs more; error {100 * error[row]:.3g} %, sensitivity "
+        f"{sensitivity[row]:.3g}, predicted cost {damage[row]:.3g} nats per token, number {rank[row]} of {len(layers)}"
+        for row in range(len(layers))
+    ]
+    return _placed(layers, np.sqrt(np.maximum(damage, _TINY)), order, rule, reasons)
 
 
 def _measured_sensitivity(table: pl.DataFrame) -> _Floats:
@@ -271,15 +240,15 @@ def _errors_of(layers: list[int], errors: Mapping[int, float] | None) -> NDArray
     return np.array([errors[layer] for layer in layers])
 
 
-def _placed(layers: list[int], weights: _Floats, order: NDArray[np.intp], rule: SigmaRule) -> dict[int, float]:
+def _placed(layers: list[int], weights: _Floats, order: NDArray[np.intp], rule: SigmaRule, reasons: list[str]) -> _Plan:
     """Return a sigma per layer: proportional to `weights`, clamped, with the energy of the base sigma in every layer.
 
     The largest goes to the first row of `order`, whichever weight is its own. Raises ConfigError if the base sigma is
     outside the bounds of sigmas.
     """
     falling = np.sort(_with_energy_of_base(weights, rule))[::-1]
-    sigmas = {layers[row]: round(float(sigma), 12) for row, sigma in zip(order, falling, strict=True)}
-    return dict(sorted(sigmas.items()))
+    sigmas = {int(row): round(float(sigma), 12) for row, sigma in zip(order, falling, strict=True)}
+    return {layer: (sigmas[row], f"{reasons[row]}: sigma {sigmas[row]:.4g}") for row, layer in enumerate(layers)}
 
 
 def _with_energy_of_base(weights: _Floats, rule: SigmaRule) -> _Floats:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import polars as pl
 import torch
 from torch import Tensor
 
@@ -21,9 +22,8 @@ from aqnpipe.config.model import Attention, Dtype
 from aqnpipe.config.noise import Machine
 from aqnpipe.data.prompts import choose_examples, prompt_token_ids
 from aqnpipe.device import RequestedDevice, resolve_device, torch_device
-from aqnpipe.diagnosis.diagnose import diagnose_model
-from aqnpipe.diagnosis.sensitivity.first_order import with_sensitivity
-from aqnpipe.diagnosis.sensitivity.scored_texts import ScoredText, texts_of_problems
+from aqnpipe.diagnosis.api import diagnose_model
+from aqnpipe.diagnosis.sensitivity.first_order import ScoredText, texts_of_problems, with_sensitivity
 from aqnpipe.diagnosis.sigmas import layer_sigmas
 from aqnpipe.errors import DataError, ModelError
 from aqnpipe.models.loading import load_model, load_tokenizer, weights_sha256
@@ -118,16 +118,11 @@ def generate_layer_sigmas(
     Raises DataError if the two files are not from the same diagnosis, or not of `model` on `machine`; ConfigError if
     the parity is of other weights or no machine's noise.
     """
-    table = read_table(layers, LayerTable)
-    judged = read_json(verdict, Verdict)
-    if judged.num_layers != table.height:
-        raise DataError(f"{verdict}: num_layers is {judged.num_layers}, but {layers} has {table.height} rows")
+    table, judged = _read(layers, verdict)
     origin = judged.origin
     if origin is None or (origin.model, origin.machine) != (model, machine):
         found = f"model {origin.model} on machine {origin.machine}" if origin else "an unknown model"
         raise DataError(f"{verdict}: found a diagnosis of {found}, expected model {model} on machine {machine}")
-    if not has_digest(layers, origin.layers_sha256):
-        raise DataError(f"{layers}: not from the same diagnosis as {verdict} (SHA-256 differs)")
     metadata: dict[str, int | float | str] = {
         "model": model,
         "machine": machine,
@@ -138,6 +133,16 @@ def generate_layer_sigmas(
         errors = measured_layer_errors(parity, origin.weights_sha256)
         metadata["parity_sha256"] = sha256_of_file(parity)
     write_yaml(output, layer_sigmas(table, judged, rule, strategy, errors=errors, metadata=metadata))
+
+
+def _read(layers: Path, verdict: Path) -> tuple[pl.DataFrame, Verdict]:
+    """Return the two files of a diagnosis; DataError if they are not of one."""
+    table, judged = read_table(layers, LayerTable), read_json(verdict, Verdict)
+    if judged.num_layers != table.height:
+        raise DataError(f"{verdict}: num_layers is {judged.num_layers}, but {layers} has {table.height} rows")
+    if judged.origin is not None and not has_digest(layers, judged.origin.layers_sha256):
+        raise DataError(f"{layers}: not from the same diagnosis as {verdict} (SHA-256 differs)")
+    return table, judged
 
 
 def read_prompts(
@@ -173,13 +178,10 @@ def import_diagnosis(
     damaged, not of one diagnosis, or not of the weights in `model_dir`.
     """
     layers, verdict = folder / LAYERS_FILE, folder / VERDICT_FILE
-    judged = read_json(verdict, Verdict)
-    read_table(layers, LayerTable)
+    _, judged = _read(layers, verdict)
     origin = judged.origin
     if origin is None:
         raise DataError(f"{verdict}: does not say of which weights it is, expected a diagnosis of a study")
-    if not has_digest(layers, origin.layers_sha256):
-        raise DataError(f"{layers}: not from the same diagnosis as {verdict} (SHA-256 differs)")
     weights = weights_sha256(model_dir)
     if origin.weights_sha256 != weights:
         raise DataError(

@@ -1,7 +1,6 @@
 """The verdict of a diagnosis, derived from the results of exact probes and scans."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
@@ -12,7 +11,7 @@ from aqnpipe.artifacts.diagnoses import Finding, KernelFault, LocatedFault, Verd
 from aqnpipe.config.diagnosis import DiagnosisConfig
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS
 from aqnpipe.diagnosis.exact_probes import ExactResult
-from aqnpipe.diagnosis.probes.reference import operand_bits
+from aqnpipe.diagnosis.probes.patterns import operand_bits
 
 _MISSED_CALLS = 0.05
 """Probability of a miss for which the rate of calls is stated."""
@@ -53,22 +52,20 @@ def judge(
 def _exact_verdict(exact: ExactResult, config: DiagnosisConfig, kernels: Sequence[KernelFault]) -> dict[str, Any]:
     miss = (1 - config.intermittent_rate) ** exact.elements_per_channel
     first = exact.faults[0] if exact.faults else None
+    call_rate = 1 - _MISSED_CALLS ** (1 / exact.calls_per_site)
     if exact.faults:
         reason = _faults_in_words(exact.faults, kernels)
     else:
-        reason = "no wrong value at any site with a known answer"
-    call_rate = 1 - _MISSED_CALLS ** (1 / exact.calls_per_site)
-    if not exact.faults:
-        reason += (
-            "; a fault of a tested linear, norm or sum (lm_head and the final norm included; not of the embedding, "
-            f"experts and routers) that changes a share {config.intermittent_rate:g} of the values of one "
-            f"channel is missed with probability {miss:.1e}, one that strikes {call_rate:.0%} of the calls with "
-            f"{_MISSED_CALLS:.0%}, a rarer one more often"
+        reason = (
+            "no wrong value at any site with a known answer; a fault of a tested linear, norm or sum (lm_head and the "
+            "final norm included; not of the embedding, experts and routers) that changes a share "
+            f"{config.intermittent_rate:g} of the values of one channel is missed with probability {miss:.1e}, one "
+            f"that strikes {call_rate:.0%} of the calls with {_MISSED_CALLS:.0%}, a rarer one more often"
         )
-    bound = EXACT.bound_on(exact.device)
+    bound = false_alarm_bound(exact.device)
     return {
         "verdict": "fault" if exact.faults else "healthy",
-        "reason": reason + _device_in_words(exact, bound) + _untested_in_words(exact),
+        "reason": reason + _device_in_words(exact, bound),
         "layer": first.layer if first else None,
         "type": first.type if first else None,
         "site": first.site if first else None,
@@ -88,7 +85,7 @@ def _exact_verdict(exact: ExactResult, config: DiagnosisConfig, kernels: Sequenc
 
 
 def _device_in_words(exact: ExactResult, bound: float | None) -> str:
-    """Return what the device does that is no fault, and that no rate of false alarms is known for it."""
+    """Return what the device does that is no fault, whether its rate of false alarms is known, and what is untested."""
     words = ""
     if exact.reordered:
         words += (
@@ -102,13 +99,9 @@ def _device_in_words(exact: ExactResult, bound: float | None) -> str:
         )
     if bound is None:
         words += f"; the rate of false alarms has not been measured on devices of class {exact.device}"
+    if exact.untested:
+        words += f"; not tested: {', '.join(dict.fromkeys(untested.part for untested in exact.untested))}"
     return words
-
-
-def _untested_in_words(exact: ExactResult) -> str:
-    if not exact.untested:
-        return ""
-    return f"; not tested: {', '.join(dict.fromkeys(untested.part for untested in exact.untested))}"
 
 
 def scanned_fault(layer: int | None, site: str, kind: str, scans: Sequence[str], evidence: str) -> LocatedFault:
@@ -158,25 +151,17 @@ def _comparative_findings(findings: Sequence[Finding]) -> str:
     return f". Scans that compare layers flag {flags}; they do not decide, as healthy models exceed the thresholds too."
 
 
-@dataclass(frozen=True)
-class _FalseAlarms:
-    """Number of false alarms among diagnoses of healthy machines, all of one class of device."""
+HEALTHY_RUNS, FALSE_ALARMS = 378, 0
+"""Healthy runs of detection.md (benchmarks/README.md), all on a CPU, and those called faulty; a test compares them.
 
-    alarms: int
-    machines: int
-    device: str = "cpu"
-
-    @property
-    def upper_bound(self) -> float:
-        """Exact one-sided 95 % upper bound of the false-alarm rate (Clopper-Pearson)."""
-        return float(stats.beta.ppf(0.95, self.alarms + 1, self.machines - self.alarms))
-
-    def bound_on(self, device: str) -> float | None:
-        """Return the bound for a class of device (`cpu`, `cuda`, `npu`); None where nothing was measured."""
-        return self.upper_bound if device == self.device else None
+The CPU ran as it is, with other settings, and with emulated arithmetic of other devices, which differs more from the
+reference.
+"""
 
 
-# False alarms in the detection benchmarks (benchmarks/README.md); a test compares them with their results. EXACT counts
-# the healthy runs of detection.md, all on a CPU: as it is, with other settings, and with emulated arithmetic of other
-# devices, which differs more from the reference.
-EXACT = _FalseAlarms(alarms=0, machines=378)
+def false_alarm_bound(device: str) -> float | None:
+    """Return the exact one-sided 95 % upper bound of the rate of false alarms (Clopper-Pearson) for a class of device.
+
+    None where nothing was measured.
+    """
+    return float(stats.beta.ppf(0.95, FALSE_ALARMS + 1, HEALTHY_RUNS - FALSE_ALARMS)) if device == "cpu" else None

@@ -4,8 +4,9 @@ import pytest
 import torch
 from random_models import random_mixture_of
 
+from aqnpipe.diagnosis.checks import Bench
+from aqnpipe.diagnosis.exact_probes import without_consequences
 from aqnpipe.diagnosis.probes.experts import experts_of, probe_experts, probe_router, router_of
-from aqnpipe.diagnosis.probes.model import without_consequences
 from aqnpipe.models.layout import decoder_layers
 
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"]
@@ -16,9 +17,9 @@ def probed(model):
     checks = []
     with torch.no_grad():
         for index, layer in enumerate(decoder_layers(model)):
-            generator = torch.Generator().manual_seed(index)
-            checks += probe_experts(experts_of(layer), index, 2, generator)
-            checks += probe_router(router_of(layer), index, generator)
+            bench = Bench(index, model.dtype, model.device, torch.Generator().manual_seed(index))
+            checks += probe_experts(experts_of(layer), 2, bench)
+            checks += probe_router(router_of(layer), bench)
     return checks
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from decoder_families import tiny_model_of
 
+from aqnpipe.diagnosis.checks import Bench
+from aqnpipe.diagnosis.exact_probes import model_checks
+from aqnpipe.diagnosis.probes.flow import probe_outer_modules
 from aqnpipe.diagnosis.probes.linears import probe_gradients
-from aqnpipe.diagnosis.probes.model import model_checks
-from aqnpipe.diagnosis.probes.outer_modules import probe_outer_modules
 from aqnpipe.models.layout import decoder_layers, layer_sites, site_module
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -17,7 +18,8 @@ def places(model):
     with torch.no_grad():
         for index, layer in enumerate(decoder_layers(model)):
             for name, module in layer_sites(layer).linears.items():
-                checks = probe_gradients(name, module, index, torch.Generator().manual_seed(index))
+                bench = Bench(index, model.dtype, model.device, torch.Generator().manual_seed(index))
+                checks = probe_gradients(name, module, bench)
                 assert len({check.site for check in checks}) == 2
                 found |= {(check.layer, check.site) for check in checks if check.mismatch}
     return found
@@ -171,10 +173,10 @@ def test_a_module_that_cuts_the_graph_has_no_check_of_its_gradients():
     model = tiny_model_of("llama")
     module = layer_sites(decoder_layers(model)[0]).linears["up_proj"]
     module.register_forward_pre_hook(lambda m, args: (args[0].detach(),))
-    generator = torch.Generator().manual_seed(0)
-    assert {check.site for check in probe_gradients("up_proj", module, 0, generator)} == {"up_proj.weight_gradient"}
+    bench = Bench(0, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+    assert {check.site for check in probe_gradients("up_proj", module, bench)} == {"up_proj.weight_gradient"}
     module.register_forward_hook(lambda m, args, output: output.detach())
-    assert probe_gradients("up_proj", module, 0, generator) == []
+    assert probe_gradients("up_proj", module, bench) == []
 
 
 def detached(module, args, output):

@@ -4,11 +4,10 @@ import pytest
 import torch
 from decoder_families import tiny_model_of
 
-from aqnpipe.diagnosis.probes.activations import activation_name, activation_of, activation_sweep, gated_sweep
-from aqnpipe.diagnosis.probes.flow import FAMILIES
-from aqnpipe.diagnosis.probes.model import without_consequences
-from aqnpipe.diagnosis.probes.norms import norm_sweep
-from aqnpipe.diagnosis.probes.outer_modules import probe_outer_modules
+from aqnpipe.diagnosis.checks import Bench
+from aqnpipe.diagnosis.exact_probes import without_consequences
+from aqnpipe.diagnosis.probes.elementwise import Norm, activation_name, activation_of, activation_sweep, gated_sweep
+from aqnpipe.diagnosis.probes.flow import FAMILIES, probe_outer_modules
 from aqnpipe.models.layout import decoder_layers, layer_sites
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,7 +29,8 @@ def norms(model, dtype):
     with torch.no_grad():
         for index, layer in enumerate(decoder_layers(model)):
             for name, module in layer_sites(layer).norms.items():
-                checks = norm_sweep(module, index, name, dtype, CPU, torch.Generator().manual_seed(0))
+                bench = Bench(index, dtype, CPU, torch.Generator().manual_seed(0))
+                checks = Norm.of(module).sweep(name, bench)
                 assert checks
                 found |= {(check.layer, check.site) for check in checks if check.mismatch}
     return found
@@ -42,9 +42,9 @@ def cores(model, dtype):
     with torch.no_grad():
         for index, layer in enumerate(decoder_layers(model)):
             sites = layer_sites(layer)
-            generator = torch.Generator().manual_seed(0)
-            checks = activation_sweep(activation_of(layer), name, index, dtype, CPU, generator)
-            checks += gated_sweep(sites, name, index, dtype, generator)
+            bench = Bench(index, dtype, CPU, torch.Generator().manual_seed(0))
+            checks = activation_sweep(activation_of(layer), name, bench)
+            checks += gated_sweep(sites, name, bench)
             count += len(checks)
             found |= {(check.layer, check.site) for check in checks if check.mismatch}
     return found, count
@@ -218,3 +218,22 @@ def test_a_narrow_accumulator_of_lm_head_is_found(dtype, every):
     head.forward = narrow
     with torch.no_grad():
         assert {check.site for check in probe_outer_modules(model, 0) if check.mismatch} == {"lm_head"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("family", ["llama", "gemma", "phi3", "gpt2"])
+def test_an_activation_that_is_wrong_for_few_rows_is_found(family, rows, dtype):
+    model = model_of(family, dtype)
+    activation = activation_of(decoder_layers(model)[1])
+    activation.register_forward_hook(lambda m, a, out: out * 1.2 if out.numel() // out.shape[-1] == rows else out)
+    assert (1, "activation") in cores(model, dtype)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_a_product_with_the_gate_that_is_wrong_for_few_rows_is_found(rows, dtype):
+    model = model_of("llama", dtype)
+    down = layer_sites(decoder_layers(model)[1]).linears["down_proj"]
+    down.register_forward_pre_hook(lambda m, a: (a[0] * 1.2,) if len(a[0]) == rows else None)
+    assert cores(model, dtype)[0] == {(1, "mlp_core")}

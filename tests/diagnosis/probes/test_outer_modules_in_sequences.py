@@ -5,8 +5,8 @@ import torch
 from decoder_families import tiny_model_of
 
 from aqnpipe.diagnosis.checks import compare
+from aqnpipe.diagnosis.exact_probes import without_consequences
 from aqnpipe.diagnosis.probes.flow import HANDOFFS
-from aqnpipe.diagnosis.probes.model import without_consequences
 from aqnpipe.diagnosis.probes.sequences import probe_sequences
 from aqnpipe.models.layout import decoder_layers, layer_sites
 

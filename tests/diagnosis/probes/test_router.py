@@ -4,8 +4,9 @@ import pytest
 import torch
 from random_models import random_mixture_of
 
+from aqnpipe.diagnosis.checks import Bench
+from aqnpipe.diagnosis.exact_probes import model_checks
 from aqnpipe.diagnosis.probes.experts import probe_router, router_of
-from aqnpipe.diagnosis.probes.model import model_checks
 from aqnpipe.models.layout import decoder_layers, layer_sites
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,9 +27,13 @@ def router(name, dtype=torch.float32):
     return router_of(decoder_layers(random_mixture_of(family, **settings).to(dtype))[1])
 
 
+def bench_of(module, seed=0):
+    return Bench(1, module.weight.dtype, module.weight.device, torch.Generator().manual_seed(seed))
+
+
 def wrong(module, seed=0):
     with torch.no_grad():
-        checks = probe_router(module, 1, torch.Generator().manual_seed(seed))
+        checks = probe_router(module, bench_of(module, seed))
     assert checks
     assert {(check.layer, check.site) for check in checks} == {(1, "router")}
     return [check for check in checks if check.mismatch]
@@ -49,7 +54,7 @@ def test_healthy_routers_give_every_answer_and_keep_their_weights(name, dtype):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_choice_is_compared_for_nearly_every_token(name):
     with torch.no_grad():
-        checks = probe_router(router(name), 1, torch.Generator().manual_seed(0))
+        checks = probe_router(router(name), bench_of(router(name)))
     choices = checks[1:15:3]
     assert sum(check.elements_per_channel for check in choices) > 0.95 * (513 + 96 + 1 + 4 + 8)
 

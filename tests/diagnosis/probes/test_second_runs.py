@@ -5,8 +5,8 @@ import torch
 from decoder_families import tiny_model_of
 
 from aqnpipe.config.diagnosis import DiagnosisConfig
+from aqnpipe.diagnosis import exact_probes
 from aqnpipe.diagnosis.exact_probes import run_exact
-from aqnpipe.diagnosis.probes import model as model_probes
 from aqnpipe.models.layout import decoder_layers
 
 CONFIG = DiagnosisConfig(exact_repeats=2, intermittent_rate=0.05, miss_probability=0.1)
@@ -65,8 +65,8 @@ def test_what_a_second_run_shows_decides(path, change, kind):
 
 def test_parts_run_again_only_for_what_looks_random(monkeypatch):
     calls = []
-    own = model_probes.probe_sequences
-    monkeypatch.setattr(model_probes, "probe_sequences", lambda *args: calls.append(1) or own(*args))
+    own = exact_probes.probe_sequences
+    monkeypatch.setattr(exact_probes, "probe_sequences", lambda *args: calls.append(1) or own(*args))
     assert types(tiny_model_of("llama")) == set()
     assert len(calls) == 1
     model = tiny_model_of("llama")

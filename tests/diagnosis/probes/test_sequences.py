@@ -9,11 +9,11 @@ import torch
 from decoder_families import tiny_model_of
 from random_models import formats_of
 
+from aqnpipe.diagnosis.exact_probes import without_consequences
 from aqnpipe.diagnosis.probes import attention
 from aqnpipe.diagnosis.probes.attention import Observation
+from aqnpipe.diagnosis.probes.elementwise import Norm
 from aqnpipe.diagnosis.probes.flow import FAMILIES, observed
-from aqnpipe.diagnosis.probes.model import without_consequences
-from aqnpipe.diagnosis.probes.norms import norm_in_model
 from aqnpipe.diagnosis.probes.sequences import probe_sequences
 from aqnpipe.models.layout import decoder_layers, layer_sites
 
@@ -239,9 +239,9 @@ def test_a_norm_of_numbers_that_no_device_squares_is_not_compared():
     norm = torch.nn.LayerNorm(4)
     x = torch.tensor([[1e30, 2.0, 3.0, 4.0], [torch.nan, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 6.0]])
     seen = norm(x)
-    assert norm_in_model(norm, 0, "norm", 0.0, x, seen).mismatch is None
+    assert Norm.of(norm).in_model(0, "norm", x, seen).mismatch is None
     seen = torch.cat([seen[:2], seen[2:] * 1.001])
-    assert norm_in_model(norm, 0, "norm", 0.0, x, seen).mismatch.channels.tolist() == [0, 1, 3]
+    assert Norm.of(norm).in_model(0, "norm", x, seen).mismatch.channels.tolist() == [0, 1, 3]
 
 
 def test_a_corrupted_cache_is_found_in_its_layer():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from decoder_families import tiny_model_of
 
+from aqnpipe.diagnosis.checks import Bench
 from aqnpipe.diagnosis.probes.linears import LARGE, SMALL, probe_shapes, rows_of_layer
 from aqnpipe.models.layout import decoder_layers, layer_sites
 
@@ -17,7 +18,8 @@ def places(model, seed=0):
         for index, layer in enumerate(layers):
             for name, module in layer_sites(layer).linears.items():
                 rows = rows_of_layer(index, len(layers), seed)
-                checks = probe_shapes(name, module, index, rows, torch.Generator().manual_seed(index))
+                bench = Bench(index, model.dtype, model.device, torch.Generator().manual_seed(index))
+                checks = probe_shapes(name, module, rows, bench)
                 found |= {(check.layer, check.site) for check in checks if check.mismatch}
     return found
 

@@ -7,7 +7,13 @@ from aqnpipe.config.dataset import GeneratedDataset, PromptFormat
 from aqnpipe.config.model import ModelConfig
 from aqnpipe.config.noise import Fault
 from aqnpipe.data.loader import load_problems
-from aqnpipe.diagnosis.sensitivity.first_order import first_order_estimates, layer_noise
+from aqnpipe.diagnosis.sensitivity.first_order import (
+    ScoredText,
+    first_order_estimates,
+    layer_noise,
+    text_batches,
+    texts_of_problems,
+)
 from aqnpipe.diagnosis.sensitivity.layers import (
     Noise,
     NoisyPasses,
@@ -16,7 +22,6 @@ from aqnpipe.diagnosis.sensitivity.layers import (
     ratio_and_error,
     sensitivity,
 )
-from aqnpipe.diagnosis.sensitivity.scored_texts import ScoredText, text_batches, texts_of_problems
 from aqnpipe.errors import ConfigError, DataError, ModelError, ReceiptError
 from aqnpipe.machine.machine import Machine, Request
 from aqnpipe.models.loading import load_model, load_tokenizer, source_folder

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from aqnpipe.artifacts.diagnoses import DeviceReport, DiagnosisFile, LocatedFault, NodeReport, Rate, SiteRate
     from aqnpipe.artifacts.hardware import Hardware
-    from aqnpipe.diagnosis.node_comparison import Comparison
+    from aqnpipe.diagnosis.node_reports import Comparison
 
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -157,7 +157,7 @@ def _compare(paths: tuple[Path, Path], others: set[str]) -> NoReturn:
         raise ConfigError(
             f"--compare: found {', '.join(sorted(others))} beside it, expected two files and nothing else"
         )
-    from aqnpipe.diagnosis.node_comparison import compare_nodes
+    from aqnpipe.diagnosis.node_reports import compare_nodes
 
     comparison = compare_nodes(*(read_report(path) for path in paths))
     show_comparison(comparison)
@@ -235,7 +235,7 @@ def read_report(path: Path) -> "NodeReport":
     """Return the report of a node in `path`, or the diagnosis of one device as such a report; DataError otherwise."""
     from aqnpipe.artifacts.diagnoses import DiagnosisFile, NodeReport
     from aqnpipe.artifacts.files import read_json
-    from aqnpipe.diagnosis.node_comparison import node_of
+    from aqnpipe.diagnosis.node_reports import node_of
 
     try:
         content = read_json_object(path)

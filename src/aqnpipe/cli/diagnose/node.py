@@ -19,8 +19,7 @@ from pathlib import Path
 from aqnpipe.artifacts.diagnoses import Collectives, DeviceReport, Outcome
 from aqnpipe.artifacts.files import read_json
 from aqnpipe.cli.diagnose.worker import Order
-from aqnpipe.diagnosis.device_runs import INTERRUPTED
-from aqnpipe.diagnosis.node_comparison import of_all_ranks
+from aqnpipe.diagnosis.node_reports import INTERRUPTED, of_all_ranks
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_WITHOUT_PROGRESS = 300.0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from aqnpipe.artifacts.diagnoses import DiagnosisFile
-    from aqnpipe.diagnosis.device_runs import RunsOfDevice
+    from aqnpipe.diagnosis.node_reports import RunsOfDevice
 
 _SECONDS_BETWEEN_TEMPERATURES = 30.0
 
@@ -116,7 +116,7 @@ def _diagnose(order: Order, device: "torch.device", stop: Stop) -> None:
     """Diagnose once, or until the duration is over; write the report after every run."""
     from aqnpipe.artifacts.files import write_json
     from aqnpipe.artifacts.hardware import read_hardware
-    from aqnpipe.diagnosis.device_runs import RunsOfDevice
+    from aqnpipe.diagnosis.node_reports import RunsOfDevice
 
     runs = RunsOfDevice(order.device, read_hardware(device), repeated=order.duration_seconds is not None)
     try:
@@ -133,7 +133,7 @@ def _diagnose(order: Order, device: "torch.device", stop: Stop) -> None:
 
 def _run(order: Order, model: "nn.Module", runs: "RunsOfDevice", stop: Stop) -> None:
     from aqnpipe.diagnosis.api import random_prompts
-    from aqnpipe.diagnosis.device_runs import config_of_run, prompt_tokens_of_run, record_of
+    from aqnpipe.diagnosis.node_reports import config_of_run, prompt_tokens_of_run, record_of
 
     config, length = config_of_run(order.config, runs.count), prompt_tokens_of_run(runs.count)
     device = next(model.parameters()).device

@@ -6,14 +6,16 @@ and compares its result with float64 on the host. The reference derives the mask
 so a wrong mask is a fault.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.diagnosis.capture import first_tensor, on_host
 from aqnpipe.diagnosis.checks import Check, compare
 from aqnpipe.diagnosis.probes.attention_operands import (
     KINDS,
@@ -25,7 +27,7 @@ from aqnpipe.diagnosis.probes.attention_operands import (
     like,
     reference,
 )
-from aqnpipe.diagnosis.probes.reference import full_mantissas, on_host
+from aqnpipe.diagnosis.probes.patterns import full_mantissas
 from aqnpipe.error_bounds import few_roundings
 from aqnpipe.seeding import keyed_generator
 
@@ -126,30 +128,29 @@ def _checked_call(
     if odd or q.ndim != 4 or q.shape[1] % k.shape[1]:
         observation.unknown[SITE] = f"its kernel takes {', '.join(odd) or 'operands of unknown shape'}"
         return kernel(module, q, k, v, mask, **kwargs)
+    run = partial(kernel, module)
     generator = keyed_generator("cpu", observation.seed, "diagnosis.attention", layer, observation.seen)
-    scale = float(kwargs.get("scaling") or q.shape[-1] ** -0.5)
-    allowed_keys = visible_keys(q.shape[2], k.shape[2], observation, kwargs.get("sliding_window"))
+    visible = visible_keys(q.shape[2], k.shape[2], observation, kwargs.get("sliding_window"))
+    setting = Setting(float(kwargs.get("scaling") or q.shape[-1] ** -0.5), _softcap(module, kwargs), visible)
     # A sequence has one kind of operands: fewer of them than kinds have others in every layer; of more, the last ones
     # have the last kinds, in which every step of softmax shows.
     first_kind = len(q) * layer + observation.seen if len(q) < len(KINDS) else -len(q) % len(KINDS)
     with on_host():
-        test = known_operands((q, k, v), scale, allowed_keys, generator, first_kind)
-    result = kernel(module, *test, mask, **kwargs)
-    output = result[0] if isinstance(result, tuple) else result
-    observation.results[layer] = output
-    setting = Setting(scale, _softcap(module, kwargs), allowed_keys)
+        test = known_operands((q, k, v), setting.scale, visible, generator, first_kind)
+    result = run(*test, mask, **kwargs)
+    observation.results[layer] = first_tensor(result)
     with on_host():
         rows = _some(q.shape[2], generator) if observation.long else torch.arange(q.shape[2])
-        compared = Setting(scale, setting.softcap, allowed_keys[:, rows])
+        compared = replace(setting, visible=visible[:, rows])
         answer = _Answer(layer, first_kind, compared.visible, *reference((test[0][:, :, rows], *test[1:]), compared))
-        observation.checks += answer.checks(output[:, rows])
+        observation.checks += answer.checks(first_tensor(result)[:, rows])
     if observation.with_gradients and observation.seen == 0:
-        found = _gradient_checks(layer, lambda *own: kernel(module, *own, mask, **kwargs), test, setting, generator)
+        found = _gradient_checks(layer, lambda *own: run(*own, mask, **kwargs), test, setting, generator)
         observation.checks += found
         if not found:
             observation.unknown[GRADIENT_SITE] = "its kernel has no gradient"
     if observation.with_fewer:
-        observation.checks += _few_checks(kernel, module, (*test, mask), kwargs, answer)
+        observation.checks += _few_checks(run, test, mask, kwargs, answer)
     return result
 
 
@@ -195,7 +196,8 @@ class _Answer:
             if kind not in kinds:
                 continue
             wanted, spread = expected[keep].flatten(1), bound[keep].flatten(1)
-            if kind == "one-hot" and _is_one_hot(weights[keep]):
+            # All probabilities are 0 or 1 to far more digits than any device computes.
+            if kind == "one-hot" and (weights[keep].minimum(1 - weights[keep]).abs() < _NEGLIGIBLE).all():
                 # 16-bit formats round the reciprocal of the sum away, whatever its last bits in float32 are.
                 spread = few_roundings(wanted, output.dtype) if output.dtype == torch.float32 else torch.zeros(())
             probe = f"attention_{kind.replace('-', '_')}"
@@ -205,24 +207,19 @@ class _Answer:
 
 
 def _few_checks(
-    kernel: Callable[..., Any],
-    module: nn.Module,
-    operands: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    kwargs: dict[str, Any],
-    answer: _Answer,
+    run: Callable[..., Any], test: Sequence[Tensor], mask: Tensor | None, kwargs: dict[str, Any], answer: _Answer
 ) -> list[Check]:
     """Run the kernel on other numbers of the sequences of a batch: kernels are chosen by their number."""
-    *test, mask = operands
     others = {name: value for name, value in kwargs.items() if name not in _OF_BATCH}
     checks = []
     for count in _OTHER_NUMBERS:
         with on_host():
             chosen = torch.arange(count, device=test[0].device) % len(test[0])
             shown = mask if mask is None or len(mask) == 1 else mask[chosen]
-            given = [tensor[chosen] for tensor in test if tensor is not None]
-        result = kernel(module, *given, shown, **others)
+            given = [tensor[chosen] for tensor in test]
+        result = run(*given, shown, **others)
         with on_host():
-            checks += answer.checks(result[0] if isinstance(result, tuple) else result)
+            checks += answer.checks(first_tensor(result))
     return checks
 
 
@@ -236,8 +233,7 @@ def _gradient_checks(
     """Compare the gradients of queries, keys and values of a kernel; none if it has no graph."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_(True) for tensor in operands]
-        result = kernel(*leaves)
-        output = result[0] if isinstance(result, tuple) else result
+        output = first_tensor(kernel(*leaves))
         if not output.requires_grad:
             return []
         with on_host():
@@ -291,11 +287,6 @@ def visible_keys(num_queries: int, num_keys: int, observation: Observation, wind
     if window:
         visible &= query - key < window
     return visible & (key.unsqueeze(0) >= observation.padding.reshape(-1, 1, 1))
-
-
-def _is_one_hot(weights: Tensor) -> bool:
-    """Return whether all probabilities are 0 or 1 to far more digits than any device computes."""
-    return bool((weights.minimum(1 - weights).abs() < _NEGLIGIBLE).all())
 
 
 def _cache_checks(layer: int, k: Tensor, v: Tensor, observation: Observation) -> list[Check]:

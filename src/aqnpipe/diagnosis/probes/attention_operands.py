@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aqnpipe.diagnosis.probes.reference import FLOAT32_EPS, full_mantissas, operand_bits
+from aqnpipe.diagnosis.probes.patterns import FLOAT32_EPS, full_mantissas, operand_bits
 from aqnpipe.error_bounds import gamma
 
 KINDS = ("one-hot", "uniform", "ordinary", "range")

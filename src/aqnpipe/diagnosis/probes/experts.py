@@ -12,25 +12,16 @@ experts first. The host makes the same choice in float64. Tokens whose choice a 
 that comparison, by the margin on the host, so a device never decides what is compared.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.checks import Check, compare
+from aqnpipe.diagnosis.capture import substituted
+from aqnpipe.diagnosis.checks import Bench, Check
+from aqnpipe.diagnosis.probes import patterns
 from aqnpipe.diagnosis.probes.linears import LEAST_TERMS
-from aqnpipe.diagnosis.probes.patterns import Selection, accumulating_product, mantissas, selection, with_cuts
-from aqnpipe.diagnosis.probes.reference import (
-    FEW_ROWS,
-    FLOAT32_EPS,
-    LEAST_ROWS,
-    PRODUCT_BITS,
-    full_mantissas,
-    mantissa_bits,
-    opening_of,
-    substituted,
-)
+from aqnpipe.diagnosis.probes.patterns import FEW_ROWS, FLOAT32_EPS, LEAST_ROWS, Selection, full_mantissas, selection
 from aqnpipe.error_bounds import TWO_ROUNDINGS, few_roundings
 
 EXPERT_SITE = "experts"
@@ -52,172 +43,155 @@ _BIAS_BITS = 8
 
 
 def experts_of(layer: nn.Module) -> nn.Module | None:
-    """Return the module of all experts of a layer; None without grouped weights of gate, up and down projection."""
+    """Return the module of all experts of a layer; None without grouped weights of gate, up and down projection.
+
+    Gate and up rows have to lie one after the other and nothing may be added: not so in GPT-OSS.
+    """
     for module in layer.modules():
-        shapes = [getattr(getattr(module, name, None), "ndim", 0) for name in ("gate_up_proj", "down_proj")]
-        if shapes == [3, 3] and _is_plain(module):
+        gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+        if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.ndim == down.ndim == 3):
+            continue
+        shapes_fit = gate_up.shape[1] == 2 * down.shape[2] and gate_up.shape[2] == down.shape[1]
+        if shapes_fit and not hasattr(module, "gate_up_proj_bias"):
             return module
     return None
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """Tokens [tokens, hidden], the expert that each is for, its choices and their shares [tokens, experts of a token].
+class _Experts:
+    """The experts of a layer, their weights, and how to call them; `index` of a token starts with its own expert.
 
-    `number` is that of each token among those that were drawn. `index` starts with the own expert, which is the only
-    one with a share in `alone`. `shares` are those of all.
+    `alone` are shares [tokens, experts of a token] of which the own expert has all. There are tokens for each expert.
     """
 
-    number: Tensor
-    x: Tensor
-    own: Tensor
+    module: nn.Module
+    gate_up: nn.Parameter
+    down: nn.Parameter
     index: Tensor
     alone: Tensor
-    shares: Tensor
 
-    def rows(self, count: int) -> "_Batch":
-        """Return the first `count` tokens; more than there are repeat them."""
-        chosen = torch.arange(count) % len(self.x)
-        parts = (self.number, self.x, self.own, self.index, self.alone, self.shares)
-        return _Batch(*(part[chosen] for part in parts))
+    @classmethod
+    def of(cls, module: nn.Module, top_k: int) -> "_Experts":
+        down = module.get_parameter("down_proj")
+        own = torch.arange(_TOKENS_PER_EXPERT * len(down))
+        index = torch.stack([(own + turn) % len(down) for turn in range(top_k)], dim=1)
+        alone = torch.zeros(len(own), top_k, dtype=torch.float64)
+        alone[:, 0] = 1.0
+        return cls(module, module.get_parameter("gate_up_proj"), down, index, alone)
+
+    def run(self, x: Tensor, index: Tensor, shares: Tensor) -> Tensor:
+        """Return the output for tokens [tokens, hidden] with these experts and shares."""
+        output: Tensor = self.module(x.to(self.down), index.to(self.down.device), shares.to(self.down))
+        return output.cpu()
+
+    def gate_and_up(self, chosen: Selection) -> Tensor:
+        """Return the weight [gate and up, hidden] of an expert whose gate is constant."""
+        opening = patterns.opening_of(self.down.dtype)
+        both = torch.cat([torch.zeros_like(chosen.chosen), chosen.chosen])
+        factors = torch.cat([torch.full_like(chosen.factors, opening), chosen.factors / opening])
+        return Selection(both, factors).weight(self.gate_up[0])
 
 
-def probe_experts(module: nn.Module, layer: int, top_k: int, generator: torch.Generator) -> list[Check]:
+def probe_experts(module: nn.Module, top_k: int, bench: Bench) -> list[Check]:
     """Return one check per expert, at the sites `experts.0`, `experts.1` and so on, and one of the sum at `experts`."""
-    gate_up, down = module.gate_up_proj, module.down_proj
-    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
-        return []
-    count, hidden, width = down.shape
-    batch = _drawn_batch(count, hidden, top_k, gate_up.dtype, generator)
+    experts = _Experts.of(module, top_k)
+    count, hidden, width = experts.down.shape
+    num_tokens = _TOKENS_PER_EXPERT * count
+    bits = min(patterns.mantissa_bits(experts.down.dtype), patterns.PRODUCT_BITS)
+    x = full_mantissas((num_tokens, hidden), bits, bench.generator)
+    x[:, 0] = 1.0  # for the gate
+    # Shares of 8 significant bits, from 1/16 to 1.
+    shares = full_mantissas((num_tokens, top_k), _SHARE_BITS, bench.generator).abs() / 2
+    shares = shares * 2.0 ** -torch.randint(0, 4, shares.shape, generator=bench.generator).double()
     up = [_turned(selection(width, hidden, skip=1), expert) for expert in range(count)]
-    shown_up = torch.stack([_gate_and_up(chosen, gate_up) for chosen in up])
+    shown_up = torch.stack([experts.gate_and_up(chosen) for chosen in up])
+    # Kernels are chosen by the number of tokens, and on some devices experts have a capacity.
+    calls = (num_tokens, *FEW_ROWS, *((LEAST_ROWS,) if num_tokens < LEAST_ROWS else ()))
     results: list[tuple[Tensor, Tensor, Tensor]] = []
     sums = []
     for turn in range(-(-width // hidden)):  # every channel between the projections reaches an output
         picked = [_turned(_slice_of_selection(hidden, width, turn), expert) for expert in range(count)]
-        shown_down = torch.stack([chosen.weight(down[0]) for chosen in picked])
-        answers = torch.stack([below.product(above.product(batch.x)) for above, below in zip(up, picked, strict=True)])
-        calls = [batch] if turn else [batch.rows(count) for count in _numbers_of_rows(len(batch.x))]
-        with substituted([(gate_up, shown_up), (down, shown_down)]):
-            for call in calls:
-                results.append((call.own, answers[call.own, call.number], _run(module, down, call, call.alone)))
+        shown_down = torch.stack([chosen.weight(experts.down[0]) for chosen in picked])
+        answers = torch.stack([below.product(above.product(x)) for above, below in zip(up, picked, strict=True)])
+        with substituted([(experts.gate_up, shown_up), (experts.down, shown_down)]):
+            for rows in calls[:1] if turn else calls:
+                token = torch.arange(rows) % num_tokens
+                index, own = experts.index[token], experts.index[token, 0]
+                results.append((own, answers[own, token], experts.run(x[token], index, experts.alone[token])))
                 if top_k > 1 and turn == 0:
-                    terms = answers[call.index.T, call.number] * call.shares.T.unsqueeze(-1)
-                    sums.append(_sum_check(layer, terms, _run(module, down, call, call.shares)))
-    return _checks_by_expert(layer, count, results) + sums + _accumulators(module, layer, batch, generator)
+                    terms = answers[index.T, token] * shares[token].T.unsqueeze(-1)
+                    sums.append(_sum_check(bench, terms, experts.run(x[token], index, shares[token])))
+    own, expected, observed = (torch.cat(part) for part in zip(*results, strict=True))
+    checks = []
+    for expert in range(count):
+        wanted, seen = expected[own == expert], observed[own == expert]
+        allowed = few_roundings(wanted, seen.dtype)
+        checks.append(bench.compare("experts", f"{EXPERT_SITE}.{expert}", wanted, seen, allowed))
+    return checks + sums + _accumulators(experts, bench)
 
 
-def _accumulators(module: nn.Module, layer: int, batch: _Batch, generator: torch.Generator) -> list[Check]:
+def _accumulators(experts: _Experts, bench: Bench) -> list[Check]:
     """Return one check per projection of sums that a narrow accumulator gets wrong; one weight serves all experts.
 
     The gate reads the first channel, and the sums the channels behind the first block of four. Those of the up
     projection are copied by the down projection. Those of the down projection are of channels that the up projection
     copies, in whole blocks of four: a kernel may split a sum between blocks.
     """
-    down = module.get_parameter("down_proj")
-    _, hidden, width = down.shape
-    num_inputs, dtype = hidden - _BLOCK, down.dtype
+    _, hidden, width = experts.down.shape
+    num_inputs, dtype = hidden - _BLOCK, experts.down.dtype
     terms = min(width, num_inputs) // _BLOCK * _BLOCK
     if terms < LEAST_TERMS:
         return []
     copied = selection(hidden, width)
-    product = accumulating_product(_TOKENS_PER_EXPERT, width, num_inputs, dtype, generator)
+    product = patterns.accumulating_product(_TOKENS_PER_EXPERT, width, num_inputs, dtype, bench.generator)
     weight = product.weight.weight(torch.zeros(width, num_inputs, dtype=torch.float64))
-    answer = copied.product(product.weight.product(product.x))
-    calls = [(product.x, weight, copied.weight(down[0]), answer, torch.as_tensor(product.allowed))]
+    answer, free = copied.product(product.weight.product(product.x)), torch.as_tensor(product.allowed)
+    checks = [_accumulator_check(experts, bench, product.x, weight, copied.weight(experts.down[0]), answer, free)]
     # Each term has passed the activation, whose last bits in float32 are free: larger terms would hide what is lost.
     kind = torch.bfloat16 if dtype == torch.float32 else dtype
-    product = accumulating_product(_TOKENS_PER_EXPERT, hidden, terms, kind, generator)
-    allowed = 4 * FLOAT32_EPS * product.x.abs().sum(1, keepdim=True)
+    product = patterns.accumulating_product(_TOKENS_PER_EXPERT, hidden, terms, kind, bench.generator)
+    free = 4 * FLOAT32_EPS * product.x.abs().sum(1, keepdim=True)
     if dtype != torch.float32:
-        allowed += torch.as_tensor(product.allowed)
+        free += torch.as_tensor(product.allowed)
     blocks = torch.arange(terms // _BLOCK) * (width // _BLOCK) // (terms // _BLOCK)
     channels = (blocks.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK)).flatten()
     weight = torch.zeros(width, num_inputs, dtype=torch.float64)
     weight[channels, torch.arange(terms)] = 1.0
     spread = torch.zeros(hidden, width, dtype=torch.float64)
     spread[:, channels] = product.weight.weight(spread[:, :terms])
-    padded = torch.nn.functional.pad(product.x, (0, num_inputs - terms))
-    calls.append((padded, weight, spread.to(down), product.weight.product(product.x), allowed))
-    return [_accumulator_check(module, layer, batch, *operands) for operands in calls]
+    x = torch.nn.functional.pad(product.x, (0, num_inputs - terms))
+    answer = product.weight.product(product.x)
+    return [*checks, _accumulator_check(experts, bench, x, weight, spread.to(experts.down), answer, free)]
 
 
 def _accumulator_check(
-    module: nn.Module, layer: int, batch: _Batch, x: Tensor, weight: Tensor, down: Tensor, answer: Tensor, free: Tensor
+    experts: _Experts, bench: Bench, x: Tensor, weight: Tensor, down: Tensor, answer: Tensor, free: Tensor
 ) -> Check:
     """Run every expert on tokens `x` with the up projection `weight` and compare with `answer`, of one expert each."""
-    gate_up, own = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
-    opening = opening_of(own.dtype)
-    shown = torch.zeros(gate_up.shape[1:], dtype=torch.float64)
+    count, opening = len(experts.down), patterns.opening_of(experts.down.dtype)
+    shown = torch.zeros(experts.gate_up.shape[1:], dtype=torch.float64)
     shown[: len(weight), 0] = opening
     shown[len(weight) :, _BLOCK:] = weight / opening
-    token = batch.number // len(own)
+    token = torch.arange(len(experts.index)) // count
     first = torch.zeros(len(x), _BLOCK, dtype=torch.float64)
     first[:, 0] = 1.0
-    fed = replace(batch, x=torch.cat([first, x], 1)[token])
-    every = [(gate_up, shown.to(gate_up).repeat(len(own), 1, 1)), (own, down.repeat(len(own), 1, 1))]
-    with substituted(every):
-        observed = _run(module, own, fed, fed.alone)
+    weights = [
+        (experts.gate_up, shown.to(experts.gate_up).repeat(count, 1, 1)),
+        (experts.down, down.repeat(count, 1, 1)),
+    ]
+    with substituted(weights):
+        observed = experts.run(torch.cat([first, x], 1)[token], experts.index, experts.alone)
     wanted = answer[token]
-    allowed = few_roundings(wanted, observed.dtype) + with_cuts(free[token], x[token], wanted, observed)
-    return compare("experts", layer, EXPERT_SITE, wanted, observed, allowed=allowed)
+    free = patterns.with_cuts(free[token], x[token], wanted, observed)
+    return bench.compare("experts", EXPERT_SITE, wanted, observed, few_roundings(wanted, observed.dtype) + free)
 
 
-def _drawn_batch(count: int, hidden: int, top_k: int, dtype: torch.dtype, generator: torch.Generator) -> _Batch:
-    """Return tokens with full mantissas, some for each of `count` experts; their first channel is 1, for the gate."""
-    bits = min(mantissa_bits(dtype), PRODUCT_BITS)
-    x = full_mantissas((_TOKENS_PER_EXPERT * count, hidden), bits, generator)
-    x[:, 0] = 1.0
-    number = torch.arange(len(x))
-    own = number % count
-    index = torch.stack([(own + turn) % count for turn in range(top_k)], dim=1)
-    alone = torch.zeros(len(x), top_k, dtype=torch.float64)
-    alone[:, 0] = 1.0
-    return _Batch(number, x, own, index, alone, _drawn_shares(len(x), top_k, generator))
-
-
-def _numbers_of_rows(num_tokens: int) -> tuple[int, ...]:
-    """Return numbers of tokens of a call: kernels are chosen by it, and on some devices experts have a capacity."""
-    return (num_tokens, *FEW_ROWS, LEAST_ROWS) if num_tokens < LEAST_ROWS else (num_tokens, *FEW_ROWS)
-
-
-def _run(module: nn.Module, like: Tensor, batch: _Batch, share: Tensor) -> Tensor:
-    """Return the output of the experts for a batch, in the dtype and on the device of `like`."""
-    output: Tensor = module(batch.x.to(like), batch.index.to(like.device), share.to(like))
-    return output.cpu()
-
-
-def _checks_by_expert(layer: int, count: int, results: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Check]:
-    """Return one check per expert of `results`, which are own expert, right and observed output of every token."""
-    own, expected, observed = (torch.cat(part) for part in zip(*results, strict=True))
-    checks = []
-    for expert in range(count):
-        wanted, seen = expected[own == expert], observed[own == expert]
-        site = f"{EXPERT_SITE}.{expert}"
-        checks.append(compare("experts", layer, site, wanted, seen, allowed=few_roundings(wanted, seen.dtype)))
-    return checks
-
-
-def _sum_check(layer: int, terms: Tensor, observed: Tensor) -> Check:
+def _sum_check(bench: Bench, terms: Tensor, observed: Tensor) -> Check:
     """Compare the sum over the experts of a token with `terms` [experts of a token, tokens, channels]."""
     magnitudes, dtype = terms.abs().sum(0), observed.dtype
     # Every product and every addition may be rounded to the dtype.
     allowed = few_roundings(magnitudes, dtype) + (1 + len(terms)) * torch.finfo(dtype).eps / 2 * magnitudes
-    return compare("experts", layer, EXPERT_SITE, terms.sum(0), observed, allowed=allowed)
-
-
-def _drawn_shares(num_tokens: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """Return shares [tokens, experts of a token] of 8 significant bits, from 1/16 to 1, float64."""
-    shares = full_mantissas((num_tokens, top_k), _SHARE_BITS, generator).abs() / 2
-    return shares * 2.0 ** -torch.randint(0, 4, shares.shape, generator=generator).double()
-
-
-def _gate_and_up(chosen: Selection, like: Tensor) -> Tensor:
-    """Return the weight [gate and up, hidden] of an expert whose gate is constant, like one of those of `like`."""
-    opening = opening_of(like.dtype)
-    constant = torch.full_like(chosen.factors, opening)
-    both = torch.cat([torch.zeros_like(chosen.chosen), chosen.chosen])
-    return Selection(both, torch.cat([constant, chosen.factors / opening])).weight(like[0])
+    return bench.compare("experts", EXPERT_SITE, terms.sum(0), observed, allowed)
 
 
 def _slice_of_selection(out_features: int, in_features: int, turn: int) -> Selection:
@@ -230,15 +204,6 @@ def _slice_of_selection(out_features: int, in_features: int, turn: int) -> Selec
 def _turned(selected: Selection, by: int) -> Selection:
     """Return a selection whose choices are moved by some rows, so that no two experts have the same."""
     return replace(selected, chosen=selected.chosen.roll(by))
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether gate and up rows lie one after the other and nothing is added: not so in GPT-OSS."""
-    gate_up, down = module.gate_up_proj, module.down_proj
-    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
-        return False
-    shapes_fit = gate_up.shape[1] == 2 * down.shape[2] and gate_up.shape[2] == down.shape[1]
-    return shapes_fit and not hasattr(module, "gate_up_proj_bias")
 
 
 def router_of(layer: nn.Module) -> nn.Module | None:
@@ -261,7 +226,7 @@ class _Settings:
     factor: float
 
 
-def probe_router(module: nn.Module, layer: int, generator: torch.Generator) -> list[Check]:
+def probe_router(module: nn.Module, bench: Bench) -> list[Check]:
     """Return the checks of a router: its logits, the experts that it chooses for them, their shares, and its sums.
 
     Row e of the weight copies channel e, so a token has the logits that it carries, distinct and with full mantissas.
@@ -271,30 +236,36 @@ def probe_router(module: nn.Module, layer: int, generator: torch.Generator) -> l
     count, hidden = weight.shape
     if count > hidden:
         return []
-    logits = _drawn_logits(count, min(mantissa_bits(weight.dtype), PRODUCT_BITS), generator)
-    settings = _settings(module, count, generator)
+    bits = min(patterns.mantissa_bits(weight.dtype), patterns.PRODUCT_BITS)
+    logits = _drawn_logits(count, bits, bench.generator)
+    settings = _settings(module, count, bench.generator)
     identity = Selection(torch.arange(count), torch.ones(count)).weight(weight)
     checks: list[Check] = []
     for rows in _ROUTER_ROWS:
         x = torch.zeros(rows, hidden, dtype=torch.float64)
-        x[:, :count] = logits[:rows]
+        x[:, :count] = own = logits[:rows]
         output = _run_router(module, identity, settings.bias, x)
         if output is None:
             return []
         seen, shares, chosen = output
-        checks += [
-            compare("router", layer, ROUTER_SITE, logits[:rows], seen),
-            _choice_check(layer, logits[:rows], chosen, settings),
-            _shares_check(layer, logits[:rows], chosen, shares, settings),
-        ]
-    return checks + _sum_checks(module, layer, settings, generator)
+        checks.append(bench.compare("router", ROUTER_SITE, own, seen))
+        checks.append(bench.compare("router", ROUTER_SITE, *_choices(own, chosen, settings)))
+        checks.append(bench.compare("router", ROUTER_SITE, *_shares(own, chosen, shares, settings)))
+    if hidden < LEAST_TERMS:
+        return checks
+    # Logits that are sums of many products, which a narrow accumulator gets wrong.
+    product = patterns.accumulating_product(_NUM_SUMMED, count, hidden, weight.dtype, bench.generator)
+    output = _run_router(module, product.weight.weight(weight), settings.bias, product.x)
+    return checks if output is None else [*checks, product.check("router", bench.layer, ROUTER_SITE, output[0])]
 
 
 def _settings(module: nn.Module, count: int, generator: torch.Generator) -> _Settings:
     """Return the settings of a router, with a test bias: positive, for masked groups may have a score of 0."""
     bias = getattr(module, "e_score_correction_bias", None)
     if isinstance(bias, Tensor):
-        drawn = mantissas((count,), _BIAS_BITS, generator) * 2.0 ** -torch.randint(2, 5, (count,), generator=generator)
+        drawn = patterns.mantissas((count,), _BIAS_BITS, generator) * 2.0 ** -torch.randint(
+            2, 5, (count,), generator=generator
+        )
         bias = drawn.to(bias.dtype)
     return _Settings(
         bias=bias,
@@ -336,8 +307,8 @@ def _drawn_logits(count: int, bits: int, generator: torch.Generator) -> Tensor:
     return (logits / unit).round() * unit
 
 
-def _choice_check(layer: int, logits: Tensor, chosen: Tensor, settings: _Settings) -> Check:
-    """Compare the chosen experts of every token with those of the host, in any order, where the choice is clear."""
+def _choices(logits: Tensor, chosen: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+    """Return which experts every token has to choose, and has chosen, in any order, where the choice is clear."""
     count = logits.shape[-1]
     scores = _scores(logits, settings)
     is_clear = torch.ones(len(logits), dtype=torch.bool)
@@ -351,7 +322,7 @@ def _choice_check(layer: int, logits: Tensor, chosen: Tensor, settings: _Setting
     is_clear = is_clear & is_clear_too
     # An expert that does not exist equals none, and one chosen twice counts once.
     found = (chosen.unsqueeze(-1) == torch.arange(count)).any(1)
-    return compare("router", layer, ROUTER_SITE, wanted[is_clear].double(), found[is_clear].double())
+    return wanted[is_clear].double(), found[is_clear].double()
 
 
 def _scores(logits: Tensor, settings: _Settings) -> Tensor:
@@ -368,24 +339,12 @@ def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return chosen, last - next_one > _CLEAR * last.abs()
 
 
-def _shares_check(layer: int, logits: Tensor, chosen: Tensor, shares: Tensor, settings: _Settings) -> Check:
-    """Compare the shares of the chosen experts with their scores, as they are or with sum 1."""
+def _shares(logits: Tensor, chosen: Tensor, shares: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the shares of the chosen experts by their scores, as they are or with sum 1; as seen; the roundings."""
     number_format = torch.finfo(shares.dtype)
     eps = 0.0 if shares.dtype == torch.float32 else number_format.eps
     wanted = _scores(logits, settings).gather(1, chosen.clamp(0, logits.shape[-1] - 1))
     if settings.is_normalised:
         wanted = wanted / wanted.sum(-1, keepdim=True)
     wanted = wanted * settings.factor
-    allowed = (16 * FLOAT32_EPS + TWO_ROUNDINGS * eps) * wanted + number_format.tiny
-    return compare("router", layer, ROUTER_SITE, wanted, shares, allowed=allowed)
-
-
-def _sum_checks(module: nn.Module, layer: int, settings: _Settings, generator: torch.Generator) -> list[Check]:
-    """Compare logits that are sums of many products, which a narrow accumulator gets wrong."""
-    weight = module.get_parameter("weight")
-    count, hidden = weight.shape
-    if hidden < LEAST_TERMS:
-        return []
-    product = accumulating_product(_NUM_SUMMED, count, hidden, weight.dtype, generator)
-    output = _run_router(module, product.weight.weight(weight), settings.bias, product.x)
-    return [] if output is None else [product.check("router", layer, ROUTER_SITE, output[0])]
+    return wanted, shares, (16 * FLOAT32_EPS + TWO_ROUNDINGS * eps) * wanted + number_format.tiny

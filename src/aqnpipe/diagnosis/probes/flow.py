@@ -7,6 +7,8 @@
 - Modules by themselves: embedding, norms, and lm_head, which has a test weight whose rows each copy one input, so that
   the logits of every call are known bit for bit.
 - A number that is not finite, although everything before it was, is a fault of the place where it first occurs.
+
+The modules before and after the decoder layers (embedding, norms outside the layers, lm_head) have probes of their own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,18 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare, differs
+from aqnpipe.diagnosis.capture import first_input, first_tensor, gradients_of, on_host, substituted
+from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Bench, Check, compare, differs
+from aqnpipe.diagnosis.probes import patterns
 from aqnpipe.diagnosis.probes.attention import SITE, Observation
+from aqnpipe.diagnosis.probes.elementwise import Norm
 from aqnpipe.diagnosis.probes.experts import experts_of
-from aqnpipe.diagnosis.probes.layers import norm_offset, subtracts_mean
-from aqnpipe.diagnosis.probes.linears import copied, selecting_weights
-from aqnpipe.diagnosis.probes.norms import has_answer, norm_in_model
-from aqnpipe.diagnosis.probes.outer_modules import looked_up, outer_norms
-from aqnpipe.diagnosis.probes.patterns import selection
-from aqnpipe.diagnosis.probes.reference import on_host, substituted
-from aqnpipe.diagnosis.probes.trace import first_input, first_tensor
-from aqnpipe.error_bounds import few_roundings
-from aqnpipe.models.layout import LayerSites, decoder_layers, matrices_outside, output_projection, weight_of
+from aqnpipe.diagnosis.probes.linears import copied, run_product
+from aqnpipe.diagnosis.probes.patterns import FLOAT32_EPS, full_mantissas, mantissa_bits, selecting_weights
+from aqnpipe.error_bounds import TWO_ROUNDINGS, few_roundings
+from aqnpipe.models.layout import LayerSites, decoder_layers, is_norm, matrices_outside, output_projection
+from aqnpipe.seeding import keyed_generator
 
 FINITE = "finite_in_sequence"
 FINAL_NORM = "final_norm"
@@ -41,7 +42,7 @@ _ENDS = {
 """Linears whose output is that of the attention or the MLP that they belong to."""
 _SHARED = ("shared_expert", "shared_experts")
 _GATE_OF_SHARED = "shared_expert_gate"
-_ROWS_AT_ONCE = 64
+_LOGITS_AT_ONCE = 64
 """Rows of logits that are compared at once, which are large."""
 _LARGEST_SQUARE = 2.0**48
 """Healthy devices may overflow on the squares of larger numbers."""
@@ -102,9 +103,8 @@ class Flow:
         self.hooks, self.shown = ExitStack(), ExitStack()
         self.norm = outer_norms(model).get(FINAL_NORM)
         self.has_handoffs = self.known and not matrices_outside(model)
-        reason = f"not tried on model type {model_type(model)}"
         if not self.known:
-            untested["residual sums and KV cache"] = reason
+            untested["residual sums and KV cache"] = f"not tried on model type {model_type(model)}"
         if not self.has_handoffs:
             untested[HANDOFFS] = "other matrices stand between them" if self.known else "not tried on this model type"
         elif self.norm is None:
@@ -121,10 +121,11 @@ class Flow:
     def watch_layer(self, index: int, sites: LayerSites) -> None:
         """Register the hooks of a layer, its norms and blocks."""
         layer = sites.layer
-        # What a norm adds to its weight is found by a call, before any hook of this layer is there.
         known = sites.norms.items() if self.known else ()
-        units = {module: (name, _unit(module)) for name, module in known if has_answer(module)}
-        self._on(layer, read=partial(self._enter, index, layer), write=partial(self._watch, index, "layer_output"))
+        norms = {module: (name, norm) for name, module in known if (norm := Norm.of(module)).epsilon is not None}
+        self._on(layer, read=partial(self.read.__setitem__, layer), write=partial(self._watch, index, "layer_output"))
+        if index and self.known:
+            self._chain(index - 1, "layer_output", self.layers[index - 1], layer)
         table = layer.register_forward_pre_hook(lambda m, a, kw: self._keep_table(index, kw), with_kwargs=True)
         self.hooks.callback(table.remove)
         if not self.known:
@@ -136,14 +137,14 @@ class Flow:
             if name in _ENDS[site]
         ]
         parts = _parts_of_mixture(sites.mlp)
-        for module in dict.fromkeys([*layer.children(), *sites.branch_ends, *units, *(end for *_, end in blocks)]):
+        for module in dict.fromkeys([*layer.children(), *sites.branch_ends, *norms, *(end for *_, end in blocks)]):
             self._keep(module)
         for module in parts.values():
             # Some versions of transformers add the shared experts to the output of the routed ones in place.
             self._on(module, write=lambda out, own=module: self.written.__setitem__(own, out.clone()))  # type: ignore[misc]
-        for module, (name, unit) in units.items():
-            self._on(module, write=partial(self._compare_norm, index, name, module, unit))
-        fusable = {module: units[module][1] for module in layer.children() if module in units}
+        for module, (name, norm) in norms.items():
+            self._on(module, write=partial(self._compare_norm, index, name, norm))
+        fusable = [norms[module][1] for module in layer.children() if module in norms]
         for site, block in (("attention_input", sites.attention), ("mlp_input", sites.mlp)):
             if not isinstance(block, nn.Linear):  # the layers of OPT have no module around their MLP
                 self._on(block, read=partial(self._compare_input, index, site, layer, fusable))
@@ -164,17 +165,17 @@ class Flow:
             if isinstance(module, nn.Embedding) and module is not embedding and module not in inside:
                 self._on(module, write=self.positions.append)
         self._on(self.layers[0], read=partial(self._begin, embedding))
-        norm, head = self.norm, output_projection(self.model)
-        if norm is not None:
-            plain = has_answer(norm) and (self.known or type(norm) is nn.LayerNorm)
-            unit = _unit(norm) if plain else 0.0
-            self._keep(norm)
-            self._on(norm, read=partial(self._follow, "final_norm_input", self.layers[-1]))
-            if plain:
-                self._on(norm, write=partial(self._compare_norm, OUTSIDE_LAYERS, FINAL_NORM, norm, unit))
-        weights = []
-        if isinstance(head, nn.Linear):
-            weights = list(selecting_weights(head, selection(head.out_features, head.in_features)))
+        head = output_projection(self.model)
+        self._on(head, read=partial(self._watch, OUTSIDE_LAYERS, FINAL_NORM))
+        if self.norm is not None:
+            norm = Norm.of(self.norm)
+            self._keep(self.norm)
+            if self.has_handoffs:
+                self._chain(OUTSIDE_LAYERS, "final_norm_input", self.layers[-1], self.norm)
+                self._chain(OUTSIDE_LAYERS, "lm_head_input", self.norm, head)
+            if norm.epsilon is not None and (self.known or type(self.norm) is nn.LayerNorm):
+                self._on(self.norm, write=partial(self._compare_norm, OUTSIDE_LAYERS, FINAL_NORM, norm))
+        weights = list(selecting_weights(head)) if isinstance(head, nn.Linear) else []
         self._on(head, read=partial(self._enter_head, head, weights), write=partial(self._leave_head, head, weights))
 
     def _on(
@@ -194,46 +195,39 @@ class Flow:
     def _keep(self, module: nn.Module) -> None:
         self._on(module, read=partial(self.read.__setitem__, module), write=partial(self.written.__setitem__, module))
 
-    def _compare(self, probe: str, layer: int, site: str, wanted: Tensor, seen: Tensor) -> None:
-        self.observation.checks.append(compare(probe, layer, site, wanted.cpu(), seen))
+    def _chain(self, layer: int, site: str, source: nn.Module, reader: nn.Module) -> None:
+        """Compare what a module reads with what the one before it wrote."""
+        self._on(reader, read=lambda seen: self._compare("chain", layer, site, self.written.get(source), seen))
 
-    def _follow(self, site: str, source: nn.Module, seen: Tensor) -> None:
-        """Compare what a module outside the layers reads with what the one before it wrote."""
-        if self.has_handoffs and source in self.written:
-            self._compare("chain", OUTSIDE_LAYERS, site, self.written[source], seen)
+    def _compare(self, probe: str, layer: int, site: str, wanted: Tensor | None, seen: Tensor) -> None:
+        """Compare with what was seen before, if it was."""
+        if wanted is not None:
+            self.observation.checks.append(compare(probe, layer, site, wanted.cpu(), seen))
 
     def _keep_table(self, index: int, kwargs: Mapping[str, Any]) -> None:
         table = kwargs.get("position_embeddings")
         if isinstance(table, tuple) and len(table) == 2:
             self.observation.tables[index, self.observation.seen] = (table[0][0].cpu(), table[1][0].cpu())
 
-    def _enter(self, index: int, layer: nn.Module, hidden: Tensor) -> None:
-        self.read[layer] = hidden
-        if index and self.known:
-            self._compare("chain", index - 1, "layer_output", self.written[self.layers[index - 1]], hidden)
-
     def _compare_sum(self, index: int, sites: LayerSites, output: Tensor) -> None:
         self.written[sites.layer] = output
-        branches = [self.written.get(end) for end in sites.branch_ends]
-        terms = [self.read[sites.layer], *(branch for branch in branches if branch is not None)]
-        if len(terms) == 3:
-            self.observation.checks.append(residual_check(index, terms, output))
+        branches = [self.written[end] for end in sites.branch_ends if end in self.written]
+        if len(branches) == 2:
+            self.observation.checks.append(residual_check(index, (self.read[sites.layer], *branches), output))
         else:
             self.untested["residual sums"] = "the branches of a layer were not seen"
 
-    def _compare_norm(self, index: int, site: str, module: nn.Module, unit: float, output: Tensor) -> None:
+    def _compare_norm(self, index: int, site: str, norm: Norm, output: Tensor) -> None:
         """Compare every call of a norm: a norm of heads has rows of its own for each."""
         with on_host():
-            self.observation.checks.append(norm_in_model(module, index, site, unit, self.read[module], output))
+            self.observation.checks.append(norm.in_model(index, site, self.read[norm.module], output))
 
     def _compare_feed(self, index: int, fed: Tensor) -> None:
         result = self.observation.results.pop(index, None)
-        if result is not None:
-            self._compare("attention_feed", index, SITE, result.reshape(fed.shape), fed)
+        self._compare("attention_feed", index, SITE, None if result is None else result.reshape(fed.shape), fed)
 
     def _compare_end(self, index: int, site: str, end: nn.Module, result: Tensor) -> None:
-        if end in self.written:
-            self._compare("output", index, site, self.written[end].reshape(result.shape), result)
+        self._compare("output", index, site, self.written.get(end), result)
 
     def _compare_mixture(self, index: int, parts: dict[str, nn.Module], output: Tensor) -> None:
         terms = {name: self.written[module].cpu() for name, module in parts.items() if module in self.written}
@@ -241,9 +235,7 @@ class Flow:
             with on_host():
                 self.observation.checks.append(mixture_check(index, terms, output.detach().cpu()))
 
-    def _compare_input(
-        self, index: int, site: str, layer: nn.Module, norms: dict[nn.Module, float], seen: Tensor
-    ) -> None:
+    def _compare_input(self, index: int, site: str, layer: nn.Module, norms: Sequence[Norm], seen: Tensor) -> None:
         """Compare what a block of a layer reads; `norms` are those that a kernel may have fused with a sum."""
         written = [self.written[module] for module in layer.children() if module in self.written]
         with on_host():
@@ -255,10 +247,8 @@ class Flow:
             found = compare("handoff", index, site, best, seen)
             if found.mismatch:
                 sums = (hidden, *(hidden + own for own in outputs), *(hidden.double() + own for own in outputs))
-                missing = {norm: unit for norm, unit in norms.items() if norm not in self.written}
-                fused = (
-                    norm_in_model(norm, index, site, unit, x, seen) for norm, unit in missing.items() for x in sums
-                )
+                missing = [norm for norm in norms if norm.module not in self.written]
+                fused = (norm.in_model(index, site, x, seen) for norm in missing for x in sums)
                 found = next((check for check in fused if not check.mismatch), found)
             self.observation.checks.append(found)
 
@@ -281,9 +271,6 @@ class Flow:
             self._compare("chain", OUTSIDE_LAYERS, "first_layer_input", wanted, hidden)
 
     def _enter_head(self, head: nn.Module, weights: list[tuple[Tensor, Tensor]], fed: Tensor) -> None:
-        self._watch(OUTSIDE_LAYERS, FINAL_NORM, fed)
-        if self.norm is not None:
-            self._follow("lm_head_input", self.norm, fed)
         self.read[head] = fed
         self.shown.enter_context(substituted(weights))
 
@@ -291,7 +278,7 @@ class Flow:
         self.shown.close()
         self.raw = output
         if weights:
-            parts = (tensor.flatten(0, -2).split(_ROWS_AT_ONCE) for tensor in (self.read[head], output))
+            parts = (tensor.flatten(0, -2).split(_LOGITS_AT_ONCE) for tensor in (self.read[head], output))
             for fed, logits in zip(*parts, strict=True):
                 self.observation.checks.append(copied("head", OUTSIDE_LAYERS, "lm_head", head, fed, logits))
 
@@ -312,12 +299,6 @@ class Flow:
             own = host[broken]
             wanted = torch.where(own.isfinite() | ~real[broken].unsqueeze(-1), own, 0)
             self.observation.checks.append(compare(FINITE, layer, site, wanted, own))
-
-
-def _unit(norm: nn.Module) -> float:
-    """Return what a norm adds to its weight."""
-    weight = weight_of(norm)
-    return 0.0 if subtracts_mean(norm) else norm_offset(norm, weight.dtype, weight.device)
 
 
 def _parts_of_mixture(block: nn.Module) -> dict[str, nn.Module]:
@@ -353,3 +334,167 @@ def mixture_check(layer: int, terms: dict[str, Tensor], output: Tensor) -> Check
     one_rounding = torch.finfo(output.dtype).eps / 2 * (expected.double().abs() + product.abs())
     allowed = few_roundings(product, output.dtype) + 1.1 * one_rounding
     return compare("output", layer, "mlp_output", expected.double() + product, flat, allowed=allowed)
+
+
+EMBEDDING_GRADIENT = "embedding.weight_gradient"
+_NUM_TOKENS = 32
+_ROWS_AT_ONCE = 8192
+
+_ROWS = (1, 4, 8, 97, 512)
+"""Rows of one sequence with which lm_head runs: a token, few, and as many as in a prefill."""
+_LAST_OF = (4, 1, 3)
+"""Sequences of three tokens of which lm_head reads the last token alone, as in generation: rows with gaps."""
+_ROWS_OF_GRADIENT = 64
+_TOKENS_OF_GRADIENT = 512
+"""Rows of the embedding whose gradients are compared, and the tokens that they occur in."""
+_LEAST_SWEEPS = 6
+"""Calls of a norm: a fault that strikes some calls is missed as seldom as at the sites of layers."""
+
+
+def probe_outer_modules(model: nn.Module, seed: int, *, is_known: bool = True, num_elements: int = 1) -> list[Check]:
+    """Return the checks of embedding, norms outside the decoder layers, and lm_head; all rows of both tables.
+
+    Every channel of a norm and of lm_head has `num_elements` values or more.
+
+    Of a model that is not `is_known`, embeddings and norms of classes of their own are left out.
+    lm_head takes a test weight of its own size for the duration of a call.
+    """
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    like = embedding.weight
+    generator = keyed_generator("cpu", seed, "diagnosis.ends")
+    bench = Bench(OUTSIDE_LAYERS, like.dtype, like.device, generator)
+    checks: list[Check] = []
+    if is_known or type(embedding) is nn.Embedding:
+        checks = [*_embedding(embedding), *embedding_gradients(embedding, generator)]
+    for site, module in outer_norms(model).items():
+        if is_known or type(module) is nn.LayerNorm:
+            norm = Norm.of(module)
+            checks += _sweeps(norm, site, bench, num_elements) + norm.gradient(site, bench)
+    head = output_projection(model)
+    if isinstance(head, nn.Linear):
+        checks += _head(head, generator, num_elements)
+    return checks
+
+
+def _sweeps(norm: Norm, site: str, bench: Bench, num_elements: int) -> list[Check]:
+    """Sweep a norm until it had all its values; none of one without a known epsilon."""
+    checks: list[Check] = []
+    while len(checks) < _LEAST_SWEEPS or sum(check.elements_per_channel for check in checks) < num_elements:
+        if not (found := norm.sweep(site, bench)):
+            break
+        checks += found
+    return checks
+
+
+def outer_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the norms outside the decoder layers by site: `final_norm` if there is one, else their own names."""
+    inside = set(decoder_layers(model).modules())
+    found = {path: module for path, module in model.named_modules() if module not in inside and is_norm(module)}
+    return {"final_norm" if len(found) == 1 else path: module for path, module in found.items()}
+
+
+def changed_logits(raw: Tensor, setting: str, number: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return float64 logits behind a cap or a factor, and the roundings that are allowed for each value.
+
+    A product is rounded once. A capped logit is rounded three times: the quotient, its tanh, and the product; tanh is
+    off by some units of float32.
+    """
+    rounding, format = torch.finfo(dtype).eps / 2, torch.finfo(dtype)
+    if setting == "logit_scale":
+        answer = raw * number
+        return answer, (rounding + FLOAT32_EPS) * answer.abs() + format.tiny
+    quotient = raw / number
+    capped = torch.tanh(quotient)
+    of_tanh = (1 - capped**2) * quotient.abs() * rounding + capped.abs() * (rounding + 4 * FLOAT32_EPS)
+    answer = number * capped
+    return answer, TWO_ROUNDINGS * (number * of_tanh + rounding * answer.abs()) + format.tiny
+
+
+def looked_up(module: nn.Module, ids: Tensor) -> Tensor:
+    """Return on the host what an embedding has to output for `ids`: rows of its weight, times its scale."""
+    weight: Tensor = module.weight.detach()  # type: ignore[operator]
+    wanted, places = ids.cpu().unique(return_inverse=True)
+    rows = torch.stack([weight[row].cpu() for row in wanted.tolist()])
+    return _scaled(module, rows)[places]
+
+
+def _scaled(module: nn.Module, rows: Tensor) -> Tensor:
+    scale = getattr(module, "embed_scale", None)
+    return rows if scale is None else rows * torch.as_tensor(scale).cpu().to(rows.dtype)
+
+
+def _embedding(module: nn.Module) -> list[Check]:
+    """Look up every row and compare it with the weight in memory, copied to the host."""
+    weight = module.weight
+    if not isinstance(weight, Tensor):
+        return []
+    checks = []
+    for rows in torch.arange(weight.shape[0]).split(_ROWS_AT_ONCE):
+        expected = _scaled(module, weight.detach()[rows[0] : rows[-1] + 1].cpu())
+        observed = module(rows.to(weight.device).unsqueeze(1)).squeeze(1)
+        checks.append(compare("embedding", OUTSIDE_LAYERS, "embedding", expected.double(), observed))
+    return checks
+
+
+def embedding_gradients(module: nn.Module, generator: torch.Generator) -> list[Check]:
+    """Return the checks of the gradient of the weight of an embedding; none where the module cuts the graph.
+
+    Tokens that occur many times add integers, whose sums are exact in any order, and others copy all mantissa bits.
+    """
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    rows = torch.randperm(len(weight), generator=generator)[:_ROWS_OF_GRADIENT]
+    rows = rows[rows != (-1 if module.padding_idx is None else module.padding_idx)]
+    often = rows[torch.randint(0, len(rows), (_TOKENS_OF_GRADIENT,), generator=generator)]
+    summed = patterns.signs((_TOKENS_OF_GRADIENT, weight.shape[1]), generator)
+    plain = full_mantissas((len(rows), weight.shape[1]), mantissa_bits(weight.dtype), generator)
+    found = (_embedding_gradient(module, *operands) for operands in ((often, summed), (rows, plain)))
+    return [check for check in found if check is not None]
+
+
+def _embedding_gradient(module: nn.Module, ids: Tensor, given: Tensor) -> Check | None:
+    """Compare the gradient for `given` [tokens, channels]: the rows of `ids`, and others that are not zero."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    required = weight.requires_grad
+    weight.requires_grad_(True)
+    try:
+        (seen,) = gradients_of(lambda: module(ids.unsqueeze(0).to(weight.device)), [weight], given.unsqueeze(0))
+    finally:
+        weight.requires_grad_(required)
+    if seen is None:
+        return None
+    seen = seen.to_dense()
+    rows, places, counts = ids.unique(return_inverse=True, return_counts=True)
+    terms = _scaled(module, given.to(weight.dtype)).double()
+    expected, magnitudes = (
+        torch.zeros(len(rows), given.shape[1], dtype=torch.float64).index_add_(0, places, own)
+        for own in (terms, terms.abs())
+    )
+    observed, others = seen[rows.to(seen.device)], seen.any(1)
+    others[rows.to(seen.device)] = False
+    stray = seen[others]
+    # Multiples of a scale are no integers: devices may round their sum to the dtype after every term.
+    roundings = (counts - 1).unsqueeze(1) if hasattr(module, "embed_scale") else 0.0
+    allowed = TWO_ROUNDINGS * torch.finfo(weight.dtype).eps / 2 * magnitudes * roundings
+    expected, allowed = (torch.cat([own, torch.zeros(stray.shape, dtype=own.dtype)]) for own in (expected, allowed))
+    found = torch.cat([observed, stray])
+    return compare("backward", OUTSIDE_LAYERS, EMBEDDING_GRADIENT, expected, found, allowed=allowed)
+
+
+def _head(head: nn.Linear, generator: torch.Generator, num_elements: int) -> list[Check]:
+    """Run lm_head with outputs that each copy one input, until every channel had `num_elements` values, and on sums.
+
+    It runs with single tokens, sequences, and the last tokens of sequences.
+    """
+    size = (head.out_features, head.in_features, head.weight.dtype, generator)
+    single = [(_NUM_TOKENS, 1)]
+    missing = num_elements - 2 * _NUM_TOKENS - sum(_ROWS)
+    calls = [*single, *((1, rows) for rows in _ROWS), *[(1, _ROWS[-1])] * -(-max(missing, 0) // _ROWS[-1]), _LAST_OF]
+    num_rows = sum(sequences * tokens for sequences, tokens, *_ in calls)
+    checks = []
+    for product, of_product in (
+        (patterns.selecting_product(num_rows, *size), calls),
+        (patterns.integer_product(_NUM_TOKENS, *size), single),
+        (patterns.accumulating_product(_NUM_TOKENS, *size), single),
+    ):
+        checks += run_product("head", OUTSIDE_LAYERS, "lm_head", head, product, of_product)
+    return checks

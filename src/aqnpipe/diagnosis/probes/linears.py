@@ -22,31 +22,13 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from aqnpipe.diagnosis.capture import hooked
-from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.probes.patterns import (
-    ProbeInputs,
-    Product,
-    Selection,
-    accumulating_product,
-    integer_product,
-    mantissas,
-    selecting_product,
-    selection,
-)
-from aqnpipe.diagnosis.probes.reference import (
-    gradients_of,
-    mantissa_bits,
-    on_host,
-    operand_bits,
-    substituted,
-    zero_bias,
-)
+from aqnpipe.diagnosis.capture import gradients_of, hooked, on_host, substituted
+from aqnpipe.diagnosis.checks import Bench, Check, compare
+from aqnpipe.diagnosis.probes import patterns
+from aqnpipe.diagnosis.probes.patterns import Product, selecting_weights, selection_of
 from aqnpipe.error_bounds import linear_bound
 from aqnpipe.models.layout import LayerSites
 from aqnpipe.seeding import keyed_generator
-
-Replacement = tuple[Tensor, Tensor]
 
 LEAST_TERMS = 8
 """Fewer cancel in no way that an accumulator could get wrong."""
@@ -64,34 +46,50 @@ LARGE_OF_GRADIENTS = 513
 """Tokens of the selections: kernels are chosen by their number. The large one runs in one layer."""
 
 
-def selecting(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> list[Check]:
+def selecting(layer: int, name: str, module: nn.Linear, inputs: patterns.ProbeInputs) -> list[Check]:
     """Run the linear with outputs that each copy one input with a sign, and then times a weight of all mantissa bits.
 
     The first half of the batch has full mantissas in its inputs, the second half in its weight.
     """
-    half = inputs.num_tokens // 2
-    plain = selection(module.out_features, module.in_features)
-    factors = mantissas((module.out_features,), inputs.bits, torch.Generator().manual_seed(inputs.seed + layer))
-    x, powers = inputs.square(module.in_features)[:half], inputs.powers(module.in_features)[half:]
-    checks = []
-    for probe, fed, chosen in (("linear", x, plain), ("mantissa", powers, plain.times(factors))):
-        with substituted(selecting_weights(module, chosen)):
-            checks.append(compare(probe, layer, name, chosen.product(fed), module(fed)))
-    return checks
+    half, plain = inputs.num_tokens // 2, selection_of(module)
+    generator = torch.Generator().manual_seed(inputs.seed + layer)
+    factors = patterns.mantissas((module.out_features,), inputs.bits, generator)
+    full = Product(inputs.square(module.in_features)[:half, 0], plain)
+    powers = Product(inputs.powers(module.in_features)[half:, 0], plain.times(factors))
+    return _single_tokens("linear", layer, name, module, full) + _single_tokens("mantissa", layer, name, module, powers)
 
 
-def summing(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> list[Check]:
+def summing(layer: int, name: str, module: nn.Linear, inputs: patterns.ProbeInputs) -> list[Check]:
     """Run the linear in its real shape on small integers, and on sums that cancel but need wide accumulators."""
-    size = (module.out_features, module.in_features, inputs.dtype)
     checks = []
     for probe, pattern, rows in (
-        ("integer", integer_product, inputs.num_tokens // 2),
-        ("accumulator", accumulating_product, min(inputs.num_tokens, len(inputs.ladder))),
+        ("integer", patterns.integer_product, inputs.num_tokens // 2),
+        ("accumulator", patterns.accumulating_product, min(inputs.num_tokens, len(inputs.ladder))),
     ):
         if probe == "integer" or module.in_features >= LEAST_TERMS:
             generator = keyed_generator("cpu", inputs.seed, f"diagnosis.{probe}", layer, *name.encode())
-            checks += run_product(probe, layer, name, module, pattern(rows, *size, generator), [(rows, 1)])
+            product = pattern(rows, module.out_features, module.in_features, inputs.dtype, generator)
+            checks += _single_tokens(probe, layer, name, module, product)
     return checks
+
+
+def biased(layer: int, name: str, module: nn.Linear, inputs: patterns.ProbeInputs) -> list[Check]:
+    """Run a linear with a bias of full mantissas on products of -1, 0 and 1; all sums are exact.
+
+    The bias has one bit less than the dtype, for the carry.
+    """
+    if module.bias is None:
+        return []
+    generator = keyed_generator("cpu", inputs.seed, "diagnosis.bias", layer, *name.encode())
+    x = torch.randint(-1, 2, (_NUM_BIASED, module.in_features), generator=generator).double()
+    x[0] = 0
+    bias = -patterns.signs((module.out_features,), generator)
+    bias *= patterns.mantissas((module.out_features,), patterns.mantissa_bits(inputs.dtype) - 1, generator)
+    return _single_tokens("bias", layer, name, module, Product(x, selection_of(module), bias=bias))
+
+
+def _single_tokens(probe: str, layer: int, name: str, module: nn.Linear, product: Product) -> list[Check]:
+    return run_product(probe, layer, name, module, product, [(len(product.x), 1)])
 
 
 def run_product(
@@ -102,7 +100,10 @@ def run_product(
     A third number of a call is a spacing: the tokens then are every so manieth row of a longer sequence in memory.
     """
     weight, start, checks = module.weight, 0, []
-    with substituted([(weight, product.weight.weight(weight)), *zero_bias(module)]):
+    shown = [(weight, product.weight.weight(weight))]
+    if module.bias is not None:
+        shown.append((module.bias, torch.zeros_like(module.bias) + torch.as_tensor(product.bias).to(module.bias)))
+    with substituted(shown):
         for sequences, tokens, *spacing in calls:
             step, rows = prod(spacing), slice(start, start + sequences * tokens)
             fed = weight.new_zeros(sequences, tokens * step, module.in_features)[:, step - 1 :: step]
@@ -110,26 +111,6 @@ def run_product(
             checks.append(product.check(probe, layer, site, module(fed), rows))
             start = rows.stop
     return checks
-
-
-def biased(layer: int, name: str, module: nn.Linear, inputs: ProbeInputs) -> list[Check]:
-    """Run a linear with a bias of full mantissas on products of -1, 0 and 1; all sums are exact.
-
-    The bias has one bit less than the dtype, for the carry.
-    """
-    if module.bias is None:
-        return []
-    key = ("diagnosis.bias", layer, *name.encode())
-    generator = keyed_generator("cpu", inputs.seed, *key)
-    chosen = selection(module.out_features, module.in_features)
-    x = torch.randint(-1, 2, (_NUM_BIASED, module.in_features), generator=generator).double()
-    x[0] = 0
-    own = 1.0 - 2 * torch.randint(0, 2, (module.out_features,), generator=generator).double()
-    own *= mantissas((module.out_features,), mantissa_bits(inputs.dtype) - 1, generator)
-    shown = [(module.weight, chosen.weight(module.weight)), (module.bias, own.to(module.bias))]
-    with substituted(shown):
-        output = module(x.unsqueeze(1).to(module.weight.device, inputs.dtype))
-    return [compare("bias", layer, name, chosen.product(x) + own, output)]
 
 
 def monomial(layer: int, name: str, module: nn.Linear, fed: Tensor, own: Tensor) -> Check:
@@ -140,14 +121,13 @@ def monomial(layer: int, name: str, module: nn.Linear, fed: Tensor, own: Tensor)
     """
     num_rows, half = module.out_features, -(-len(fed) // 2)
     fed, own = fed[:half], own[:half]
-    moved = torch.arange(num_rows).roll(num_rows // 3)
-    scale = 1.0 - 2 * (torch.arange(num_rows) % 2)
+    number = torch.arange(num_rows)
+    scale = 1.0 - 2 * (number % 2)
     if module.weight.dtype != torch.float16:  # halving would lose bits of small float16 numbers
-        scale = scale * 2.0 ** (torch.arange(num_rows) % 3 - 1)
+        scale = scale * 2.0 ** (number % 3 - 1)
     weight, bias = module.weight, module.bias
-    factors = scale.to(weight.device, weight.dtype)
-    rows = moved.to(weight.device)
-    shown: list[Replacement] = [(weight, weight.data[rows] * factors.unsqueeze(1))]
+    factors, rows = scale.to(weight), number.roll(num_rows // 3).to(weight.device)
+    shown: list[tuple[Tensor, Tensor]] = [(weight, weight.data[rows] * factors.unsqueeze(1))]
     if bias is not None:
         shown.append((bias, bias.data[rows] * factors))
     with substituted(shown):
@@ -162,23 +142,17 @@ def product_bits(module: nn.Linear) -> int:
     weight = module.weight
     x = torch.zeros(24, 1, module.in_features, device=weight.device, dtype=weight.dtype)
     x[:, 0, 0] = 1 + 2.0 ** -torch.arange(24).to(weight)  # row k needs k + 1 bits, row 0 holds 2
-    first = torch.zeros(module.out_features, dtype=torch.long)
-    with substituted(selecting_weights(module, Selection(first, torch.ones(len(first))))):
+    first = patterns.Selection(torch.zeros(module.out_features, dtype=torch.long), torch.ones(module.out_features))
+    with substituted(selecting_weights(module, first)):
         kept = module(x)[:, 0, 0] == x[:, 0, 0]
     return int(kept.cpu().long().cumprod(0).sum())
 
 
-def selecting_weights(module: nn.Linear, chosen: Selection) -> Iterator[Replacement]:
-    """Replace the weight by one that selects, and the bias by 0."""
-    yield module.weight, chosen.weight(module.weight)
-    yield from zero_bias(module)
-
-
-def zeroed(*modules: nn.Linear) -> Iterator[Replacement]:
+def zeroed(*modules: nn.Linear) -> Iterator[tuple[Tensor, Tensor]]:
     """Replace weights and biases by 0."""
     for module in modules:
         yield module.weight, torch.zeros_like(module.weight)
-        yield from zero_bias(module)
+        yield from patterns.zero_bias(module)
 
 
 def rows_of_layer(layer: int, num_layers: int, seed: int) -> tuple[int, ...]:
@@ -193,7 +167,7 @@ def selecting_in_model(layers: Sequence[LayerSites], record: Callable[[Check], N
 
     def enter(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
         with on_host():
-            weights = list(selecting_weights(module, selection(module.out_features, module.in_features)))
+            weights = list(selecting_weights(module))
         shown.enter_context(substituted(weights))
 
     def leave(layer: int, name: str, module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -217,46 +191,41 @@ def copied(probe: str, layer: int, site: str, module: nn.Linear, fed: Tensor, ou
     normal.
     """
     with on_host():
-        chosen = selection(module.out_features, module.in_features)
         rows, observed = (tensor.detach().cpu().flatten(0, -2) for tensor in (fed, output))
         finite = rows.isfinite().all(-1)
         if not finite.all():
             rows, observed = rows[finite], observed[finite]
-        expected = chosen.product(rows)
-        bits, allowed = operand_bits(rows.dtype), torch.finfo(rows.dtype).tiny
-        share = 0.0 if bits >= mantissa_bits(rows.dtype) else 2.0 ** (1 - bits)
+        expected = selection_of(module).product(rows)
+        bits, allowed = patterns.operand_bits(rows.dtype), torch.finfo(rows.dtype).tiny
+        share = 0.0 if bits >= patterns.mantissa_bits(rows.dtype) else 2.0 ** (1 - bits)
         return compare(probe, layer, site, expected, observed, allowed=lambda: expected.abs() * share + allowed)
 
 
-def probe_shapes(
-    name: str, module: nn.Linear, layer: int, rows: Sequence[int], generator: torch.Generator
-) -> list[Check]:
+def probe_shapes(name: str, module: nn.Linear, rows: Sequence[int], bench: Bench) -> list[Check]:
     """Run a linear with each of these numbers of rows, which are one sequence, as in a prefill; one is one token."""
     size = (module.out_features, module.in_features, module.weight.dtype)
-    product = selecting_product(sum(rows), *size, generator)
-    return run_product("shapes", layer, name, module, product, [(1, count) for count in rows])
+    product = patterns.selecting_product(sum(rows), *size, bench.generator)
+    return run_product("shapes", bench.layer, name, module, product, [(1, count) for count in rows])
 
 
-def probe_gradients(
-    name: str, module: nn.Linear, layer: int, generator: torch.Generator, *, large: bool = False
-) -> list[Check]:
+def probe_gradients(name: str, module: nn.Linear, bench: Bench, *, large: bool = False) -> list[Check]:
     """Return the checks of both gradients of a linear, of many tokens too if `large`; those that the model has
     accumulated are left alone.
     """
-    (outputs, inputs), dtype = module.weight.shape, module.weight.dtype
-    wide = (accumulating_product,) if min(outputs, inputs) >= LEAST_TERMS else ()
+    (outputs, inputs), like = module.weight.shape, (module.weight.dtype, bench.generator)
+    wide = (patterns.accumulating_product,) if min(outputs, inputs) >= LEAST_TERMS else ()
     checks = []
-    for pattern in (integer_product, *wide):
-        of_input = pattern(_NUM_TOKENS, inputs, outputs, dtype, generator)
-        of_weight = pattern(outputs, inputs, _NUM_TOKENS, dtype, generator)
-        seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), _weight_of(of_input, dtype), of_input.x)
-        _, other = _gradients(module, _weight_of(of_weight, dtype), torch.zeros(outputs, inputs), of_weight.x.T)
-        checks += _of_gradients(layer, name, (of_input, seen), (of_weight, other))
+    for pattern in (patterns.integer_product, *wide):
+        of_input = pattern(_NUM_TOKENS, inputs, outputs, *like)
+        of_weight = pattern(outputs, inputs, _NUM_TOKENS, *like)
+        seen, _ = _gradients(module, torch.zeros(_NUM_TOKENS, inputs), _weight_of(of_input, like[0]), of_input.x)
+        _, other = _gradients(module, _weight_of(of_weight, like[0]), torch.zeros(outputs, inputs), of_weight.x.T)
+        checks += _of_gradients(name, bench, (of_input, seen), (of_weight, other))
     for tokens in (*SMALL_OF_GRADIENTS, LARGE_OF_GRADIENTS) if large else SMALL_OF_GRADIENTS:
-        of_input = selecting_product(tokens, inputs, outputs, dtype, generator)
-        of_weight = replace(selecting_product(outputs, inputs, tokens, dtype, generator), x=of_input.x.T)
-        seen, other = _gradients(module, _weight_of(of_weight, dtype), _weight_of(of_input, dtype), of_input.x)
-        checks += _of_gradients(layer, name, (of_input, seen), (of_weight, other))
+        of_input = patterns.selecting_product(tokens, inputs, outputs, *like)
+        of_weight = replace(patterns.selecting_product(outputs, inputs, tokens, *like), x=of_input.x.T)
+        seen, other = _gradients(module, _weight_of(of_weight, like[0]), _weight_of(of_input, like[0]), of_input.x)
+        checks += _of_gradients(name, bench, (of_input, seen), (of_weight, other))
     return checks
 
 
@@ -267,10 +236,10 @@ def _weight_of(product: Product, dtype: torch.dtype) -> Tensor:
 
 
 def _of_gradients(
-    layer: int, name: str, of_input: tuple[Product, Tensor | None], of_weight: tuple[Product, Tensor | None]
+    name: str, bench: Bench, of_input: tuple[Product, Tensor | None], of_weight: tuple[Product, Tensor | None]
 ) -> list[Check]:
     return [
-        product.check("backward", layer, f"{name}.{operand}_gradient", seen)
+        product.check("backward", bench.layer, f"{name}.{operand}_gradient", seen)
         for operand, (product, seen) in (("input", of_input), ("weight", of_weight))
         if seen is not None
     ]

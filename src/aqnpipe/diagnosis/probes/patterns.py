@@ -10,14 +10,31 @@ one probe, therefore have random mantissas of all bits.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aqnpipe.diagnosis.checks import Check, compare
-from aqnpipe.diagnosis.probes.reference import PRODUCT_BITS, full_mantissas, operand_bits
 from aqnpipe.error_bounds import sum_bound
+
+FLOAT32_EPS = 2.0**-23
+"""Normalisations, softmax and sums of 16-bit models are computed in float32."""
+
+PRODUCT_BITS = 11
+"""Significant bits of operands whose product is exact in float32, also after rounding to TF32."""
+
+LEAST_ROWS = 513
+"""More rows than a large tile of matrix units has; a fault of the rows behind them shows in no smaller batch."""
+
+FEW_ROWS = (1, 4, 8)
+"""Rows of a decode of one to eight sequences; kernels are chosen by their number."""
+
+_MANTISSA_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+_ALLOWED_BITS = {"highest": 24, "high": 11, "medium": 8}
+"""Bits of float32 operands that products keep, by torch.get_float32_matmul_precision: IEEE, TF32, bfloat16."""
+
 
 _WIDE_EXPONENTS = (-30, 29)
 _FLOAT16_EXPONENTS = (-10, 11)
@@ -32,6 +49,29 @@ _AROUND_A_SIGN = ((0, 2, 3, 1), (0, 2, 1, 3), (2, 0, 3, 1))
 
 NORM_INPUT_SCALE = 32.0
 """Root mean square of norm inputs. Its square, 1024, absorbs the epsilon of a norm (1e-5 or less) in rounding."""
+
+
+def opening_of(dtype: torch.dtype) -> float:
+    """Return a gate at which silu and gelu return their input exactly, because the sigmoid rounds to 1 in `dtype`."""
+    return 16.0 if dtype == torch.float16 else 128.0
+
+
+def mantissa_bits(dtype: torch.dtype) -> int:
+    """Return the significant bits of `dtype`, with the leading one."""
+    return _MANTISSA_BITS[dtype]
+
+
+def full_mantissas(shape: tuple[int, ...], bits: int, generator: torch.Generator) -> Tensor:
+    """Return signed numbers with `bits` random significant bits, magnitudes in [1, 2), float64 on the CPU."""
+    low = 2 ** (bits - 1)
+    drawn = torch.randint(-low, low, shape, generator=generator).double()
+    return torch.where(drawn < 0, drawn + (1 - low), drawn + low) / low
+
+
+def operand_bits(dtype: torch.dtype) -> int:
+    """Return the significant bits that products of `dtype` must keep under the settings of torch."""
+    bits = _MANTISSA_BITS.get(dtype, 24)
+    return min(bits, _ALLOWED_BITS[torch.get_float32_matmul_precision()]) if dtype == torch.float32 else bits
 
 
 def exponent_ladder(dtype: torch.dtype) -> Tensor:
@@ -115,6 +155,23 @@ def selection(out_features: int, in_features: int, *, skip: int = 0) -> Selectio
     return Selection(skip + (outputs * stride) % usable, (1 - 2 * ((outputs // 2) % 2)).double())
 
 
+def selection_of(module: nn.Linear) -> Selection:
+    """Return the selection of the size of a linear."""
+    return selection(module.out_features, module.in_features)
+
+
+def selecting_weights(module: nn.Linear, chosen: Selection | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the replacement of the weight of a linear by one that selects, and of the bias by 0."""
+    yield module.weight, (chosen or selection_of(module)).weight(module.weight)
+    yield from zero_bias(module)
+
+
+def zero_bias(module: nn.Linear) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the replacement of the bias of a linear by zeros, if it has one."""
+    if module.bias is not None:
+        yield module.bias, torch.zeros_like(module.bias)
+
+
 @dataclass(frozen=True)
 class OuterProducts:
     """A weight that is a sum of outer products of `rows` [out, terms] and `columns` [terms, in], float64.
@@ -144,7 +201,7 @@ class OuterProducts:
 
 @dataclass(frozen=True)
 class Product:
-    """Operands whose product is known: `x` [rows, in], float64, and a weight.
+    """Operands whose product is known: `x` [rows, in], a weight, and a bias, without which it is 0.
 
     `allowed`: absolute deviation [rows, 1] of sums that need wide accumulators; without it every bit has to agree.
     """
@@ -152,11 +209,12 @@ class Product:
     x: Tensor
     weight: Selection | OuterProducts
     allowed: Tensor | None = None
+    bias: Tensor | float = 0.0
 
     def check(self, probe: str, layer: int, site: str, observed: Tensor, rows: slice = slice(None)) -> Check:
         """Compare the observed product of some rows; sums in float32 are exact in any order."""
         x = self.x[rows]
-        answer = self.weight.product(x)
+        answer = self.weight.product(x) + self.bias
         if self.allowed is None or observed.dtype == torch.float32:
             return compare(probe, layer, site, answer, observed)
         bound = self.allowed[rows]
@@ -330,11 +388,6 @@ class ProbeInputs:
 
     def _square(self, num_channels: int, bits: int) -> Tensor:
         if (num_channels, bits) not in self._squares:
-            plain = bits == 1
-            values = (
-                latin_square(self.num_tokens, num_channels, self.ladder)
-                if plain
-                else full_mantissa_square(self.num_tokens, num_channels, self.ladder, bits, self.seed)
-            )
+            values = full_mantissa_square(self.num_tokens, num_channels, self.ladder, bits, self.seed)
             self._squares[num_channels, bits] = values.unsqueeze(1).to(self.device, self.dtype)
         return self._squares[num_channels, bits]

@@ -6,25 +6,30 @@ module gets more than 1,024 rows, attention and rotation get positions beyond 51
 linears select. Each is a prefill and single tokens; the prefill of the second comes in two parts, so that several
 queries meet a filled cache. Kernels run on test operands (see attention.py), everything else on what the model makes of
 them, and is recomputed on the host from its own terms (see flow.py).
+
+Rotary position embeddings: the operands of the attention kernel are recorded twice, with the model's own table of
+cosines and sines and with a table of angle zero, while the outputs of the projections are the same test numbers. The
+second are the operands before rotation in any architecture, whatever norm or split lies between, and the first have to
+be their rotation.
 """
 
 import itertools
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aqnpipe.diagnosis.capture import hooked, on_host
 from aqnpipe.diagnosis.checks import OUTSIDE_LAYERS, Check, compare
 from aqnpipe.diagnosis.probes.attention import GRADIENT_SITE, SITE, Observation, replaced_operands
 from aqnpipe.diagnosis.probes.attention_operands import KINDS
-from aqnpipe.diagnosis.probes.flow import is_known, model_type, observed
+from aqnpipe.diagnosis.probes.flow import changed_logits, is_known, model_type, observed
 from aqnpipe.diagnosis.probes.linears import selecting_in_model
-from aqnpipe.diagnosis.probes.outer_modules import changed_logits
-from aqnpipe.diagnosis.probes.reference import on_host
-from aqnpipe.diagnosis.probes.rotary import SITE as ROTARY_SITE
-from aqnpipe.diagnosis.probes.rotary import TABLE_SITE, rotation_checks, shown_projections, table_checks, zero_angles
+from aqnpipe.diagnosis.probes.patterns import FLOAT32_EPS, full_mantissas, mantissa_bits
 from aqnpipe.models.layout import LayerSites
+from aqnpipe.seeding import keyed_generator
 
 _PREFILL = 131
 """Tokens of the first prefill, more than two tiles of 64 and not a multiple of any tile."""
@@ -41,6 +46,18 @@ _PADDING = (7, 0, 19, 3, 11, 5)
 """Masked tokens of the sequences, at least one for each kind of operands and two behind the fourth."""
 _NUM_DECODED = 2
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+ROTARY_SITE, TABLE_SITE = "rotary", "rotary_table"
+PROJECTIONS = frozenset(
+    {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"}
+    | {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
+)
+_FIXED_TABLES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Kinds of tables that depend on the position alone."""
+
+Operands = Mapping[tuple[int, int], tuple[Tensor, Tensor]]
+"""Pairs by layer and number of tokens in the cache, of one sequence: queries and keys [heads, tokens, channels], or
+cosines and sines [tokens, channels]."""
+
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
@@ -52,7 +69,7 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
     observation = Observation(unpadded, seed, with_gradients=True, with_fewer=True)
     first = _run_batch(model, layers, length, observation, untested)
     single = Observation(torch.zeros(1, dtype=torch.long), seed)
-    with zero_angles(model) if is_known(model) and first.tables else nullcontext():
+    with _zero_angles(model) if is_known(model) and first.tables else nullcontext():
         _run_batch(model, layers, length, single, untested)
     short = min(_PADDED_PREFILL, length)
     if short >= _PAGE:
@@ -68,8 +85,8 @@ def probe_sequences(model: nn.Module, layers: Sequence[LayerSites], seed: int, u
     elif not is_known(model):
         untested[ROTARY_SITE] = f"not tried on model type {model_type(model)}"
     else:
-        rotations = rotation_checks(single.operands, first.operands, first.tables)
-        rotations += rotation_checks(_repeated(single, long), long.operands, long.tables)
+        rotations = _rotation_checks(single.operands, first.operands, first.tables)
+        rotations += _rotation_checks(_repeated(single, long), long.operands, long.tables)
         rotations += _table_checks(model, first, untested) + _table_checks(model, long, untested)
     if not any(check.site == SITE for check in first.checks):
         untested.setdefault(SITE, "its kernel is not looked up in the table of transformers")
@@ -93,7 +110,7 @@ def long_batch(model: nn.Module) -> tuple[int, int]:
     return -(-_LEAST_ROWS // length), length
 
 
-def _repeated(single: Observation, long: Observation) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+def _repeated(single: Observation, long: Observation) -> Operands:
     """Return the operands before rotation at the tokens of a long batch, whose projections repeat those of `single`."""
     found = {}
     for (layer, seen), rotated in long.operands.items():
@@ -125,14 +142,7 @@ def _run_batch(
     attention = {sites.attention: index for index, sites in enumerate(layers)}
     cache = None
     with (
-        shown_projections(
-            attention,
-            observation.seed,
-            total,
-            period or total,
-            lambda: observation.seen + observation.num_new,
-            observation.show,
-        ),
+        _shown_projections(attention, observation, total, period or total),
         replaced_operands(attention, observation),
         observed(model, layers, observation, untested) as flow,
     ):
@@ -165,16 +175,138 @@ def _logits_check(model: nn.Module, raw: Tensor | None, logits: Tensor, untested
     return [compare("logits", OUTSIDE_LAYERS, "lm_head", answer, logits.cpu(), allowed=allowed)]
 
 
+@contextmanager
+def _shown_projections(
+    attentions: Mapping[nn.Module, int], observation: Observation, longest: int, period: int
+) -> Iterator[None]:
+    """Replace the outputs of the projections to queries, keys and values by test numbers while the body runs.
+
+    The tokens up to position `longest` have numbers of their own, which repeat after a `period`, and every sequence has
+    them at other channels. They are recorded.
+    """
+
+    def show(layer: int, number: int, output: Tensor) -> Tensor:
+        generator = keyed_generator("cpu", observation.seed, "diagnosis.rotary", layer, number)
+        total = observation.seen + observation.num_new
+        with on_host():
+            bits = mantissa_bits(output.dtype)
+            numbers = full_mantissas((period, output.shape[-1]), bits, generator)[torch.arange(longest) % period]
+            shown = numbers[total - output.shape[-2] : total].expand(output.shape).clone()
+            for sequence in range(1, len(shown)):  # equal sequences would hide that a cache confuses them
+                shown[sequence] = shown[sequence].roll(sequence, -1)
+            observation.show(layer, shown.to(output.dtype))
+            return torch.empty_like(output).copy_(shown)
+
+    with hooked(
+        module.register_forward_hook(lambda m, a, out, i=index, n=number: show(i, n, out))
+        for attention, index in attentions.items()
+        for number, (name, module) in enumerate(attention.named_children())
+        if name in PROJECTIONS
+    ):
+        yield
+
+
+@contextmanager
+def _zero_angles(model: nn.Module) -> Iterator[None]:
+    """Replace every table of cosines and sines by that of angle zero while the body runs."""
+    with hooked(
+        module.register_forward_hook(lambda m, a, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
+        for module in model.modules()
+        if _makes_table(module)
+    ):
+        yield
+
+
+def _rotation_checks(before: Operands, after: Operands, tables: Operands) -> list[Check]:
+    """Compare operands `after` rotation with those `before` and the tables that the layers got.
+
+    The four layouts are pairs of neighbours or of halves, at the first or the last channels. One layout, the one that
+    fits most values, has to fit every layer.
+    """
+    found: list[list[Check]] = []
+    for layout in itertools.product((False, True), (False, True)):
+        found.append([])
+        for key, (cos, sin) in tables.items():
+            for unrotated, rotated in zip(before[key], after[key], strict=True):
+                expected, allowed = _rotate(unrotated, cos, sin, *layout)
+                flat = [tensor.transpose(0, 1).flatten(1) for tensor in (expected, rotated, allowed)]
+                found[-1].append(compare("rotary", key[0], ROTARY_SITE, flat[0], flat[1], allowed=flat[2]))
+        if not _num_wrong(found[-1]):
+            break
+    return min(found, key=_num_wrong)
+
+
+def _num_wrong(checks: Iterable[Check]) -> int:
+    return sum(len(check.mismatch.channels) for check in checks if check.mismatch)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neighbours: bool, is_last: bool) -> tuple[Tensor, Tensor]:
+    """Return x [heads, tokens, channels] rotated, float64, and the rounding allowed.
+
+    Two products and their sum, and a norm before them, whose root may round differently in both passes.
+    """
+    width = cos.shape[-1]
+    start = x.shape[-1] - width if is_last else 0
+    own = x[..., start : start + width].double()
+    if is_neighbours:
+        other = torch.stack((-own[..., 1::2], own[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        other = torch.cat((-own[..., width // 2 :], own[..., : width // 2]), dim=-1)
+    expected, magnitude = x.double().clone(), x.double().abs()
+    first, second = own * cos.double(), other * sin.double()
+    expected[..., start : start + width] = first + second
+    magnitude[..., start : start + width] = first.abs() + second.abs()
+    eps = torch.finfo(x.dtype).eps
+    allowed = (3 * eps + 8 * FLOAT32_EPS) * magnitude + torch.finfo(x.dtype).tiny
+    return expected, allowed
+
+
 def _table_checks(model: nn.Module, observation: Observation, untested: dict[str, str]) -> list[Check]:
-    """Compare the tables of cosines and sines with the host, each different one once."""
-    modules = [module for module in model.modules() if "rotaryembedding" in type(module).__name__.lower()]
+    """Compare the tables of cosines and sines with the host, each different one once.
+
+    A new module of the class has the frequencies.
+    """
+    modules: list[Any] = [module for module in model.modules() if _makes_table(module)]
+    kinds = {kind for module in modules for kind in _kinds(module)}
     if len(modules) != 1:
         untested[TABLE_SITE] = f"{len(modules)} modules make tables, expected one"
+    elif not kinds <= _FIXED_TABLES:
+        untested[TABLE_SITE] = f"tables of type {', '.join(sorted(kinds))} depend on more than the position"
+    if len(modules) != 1 or not kinds <= _FIXED_TABLES:
         return []
     checks: list[Check] = []
     compared: list[tuple[int, Tensor]] = []
     for (_, seen), (cos, sin) in observation.tables.items():
         if not any(seen == other and torch.equal(cos, table) for other, table in compared):
             compared.append((seen, cos))
-            checks += table_checks(modules[0], cos, sin, seen, untested)
+            found = list(_of_table(modules[0], type(modules[0])(config=modules[0].config), cos, sin, seen))
+            checks += min(found, key=_num_wrong) if found else []
+            if not found:
+                untested[TABLE_SITE] = "its frequencies are not known"
     return checks
+
+
+def _of_table(module: nn.Module, fresh: nn.Module, cos: Tensor, sin: Tensor, first: int) -> Iterator[list[Check]]:
+    """Yield the checks of a table [tokens, channels] from position `first` on, for every layout that fits its shape."""
+    positions = torch.arange(first, first + len(cos), dtype=torch.float64)
+    for name, frequencies in fresh.named_buffers():
+        own = getattr(module, name, None)
+        if not name.endswith("inv_freq") or not isinstance(own, Tensor):
+            continue
+        scale = float(getattr(fresh, name.removesuffix("inv_freq") + "attention_scaling", 1.0))
+        half = positions.unsqueeze(1) * frequencies.cpu().to(own.dtype).double()
+        for angle in (torch.cat((half, half), -1), half.repeat_interleave(2, -1)):
+            if angle.shape == cos.shape:
+                allowed = scale * (torch.finfo(cos.dtype).eps + 2.0**-22 * (1 + angle.abs()))
+                pairs = ((angle.cos(), cos), (angle.sin(), sin))
+                place = ("table", OUTSIDE_LAYERS, TABLE_SITE)
+                yield [compare(*place, wanted * scale, seen, allowed=allowed) for wanted, seen in pairs]
+
+
+def _makes_table(module: nn.Module) -> bool:
+    return "rotaryembedding" in type(module).__name__.lower()
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    kind = getattr(module, "rope_type", "default")
+    return set(kind.values()) if isinstance(kind, dict) else {str(kind)}

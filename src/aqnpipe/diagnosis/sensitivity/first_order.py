@@ -19,12 +19,15 @@ matrix and the Hessian, which is large where the model is wrong with confidence 
 size of an estimate may be off by a factor even where the order of the layers is right; the interaction of noise in
 several layers; everything that is not a matrix product (norms, softmax, activations, residual sums); and what a changed
 token does to the rest of a generated answer. Measured loss and accuracy (diagnosis/sensitivity.py) include them.
+
+Texts are token ids with a part that is scored, and their loss is measured in batches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import torch
@@ -33,11 +36,108 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from aqnpipe.artifacts.diagnoses import SENSITIVITY_SCALE
+from aqnpipe.config.dataset import PromptFormat
 from aqnpipe.config.noise import Fault, OperatorNoise, RelativeGaussian
-from aqnpipe.diagnosis.sensitivity.scored_texts import ScoredText, summed_losses, text_batches
-from aqnpipe.errors import ModelError
+from aqnpipe.data.prompts import Example, prompt_token_ids
+from aqnpipe.diagnosis.capture import hooked
+from aqnpipe.errors import DataError, ModelError
 from aqnpipe.models.layout import decoder_layers, noised_attention, output_projection
 from aqnpipe.noise.injection.faults import simulated_faults
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MAX_TOKENS = 4096
+_MAX_LOGITS = 2**26
+"""Limits of one batch: tokens with padding, and logits (256 MiB in float32)."""
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """A text as token ids. The loss is that of the tokens after the first `prompt_tokens`.
+
+    `gold_answer`: the answer to the prompt, if it is a question; accuracy is measured on such texts.
+    """
+
+    token_ids: tuple[int, ...]
+    prompt_tokens: int = 1
+    gold_answer: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_tokens < len(self.token_ids):
+            raise DataError(
+                f"a text has {len(self.token_ids)} tokens, {self.prompt_tokens} of them in its prompt: expected a "
+                "prompt of at least one token, and at least one token after it"
+            )
+
+    @property
+    def num_scored(self) -> int:
+        """Number of tokens that the loss is of."""
+        return len(self.token_ids) - self.prompt_tokens
+
+
+def texts_of_problems(
+    problems: pl.DataFrame,
+    prompt: PromptFormat,
+    tokenizer: "PreTrainedTokenizerBase",
+    examples: Sequence[Example] = (),
+) -> list[ScoredText]:
+    """Return prompt, gold solution and end token of every row of a ProblemTable; the solution is scored."""
+    prompts = prompt_token_ids(problems["question"], prompt, tokenizer, examples)
+    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return [
+        ScoredText(
+            (*ids, *tokenizer(answer, add_special_tokens=False)["input_ids"], *end), len(ids), gold_answer=gold_answer
+        )
+        for ids, answer, gold_answer in zip(prompts, problems["answer"], problems["gold_answer"], strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Texts of similar length: `positions` in the list of all texts, `token_ids` [rows, tokens] and the scored mask.
+
+    Rows are padded on the right, where a causal model cannot see the padding; it is not scored.
+    """
+
+    positions: tuple[int, ...]
+    token_ids: Tensor
+    is_scored: Tensor
+
+
+def text_batches(texts: Sequence[ScoredText], vocabulary_size: int, device: torch.device) -> list[TextBatch]:
+    """Return all texts in batches, longest last; the limits bound the memory of the logits."""
+    order = sorted(range(len(texts)), key=lambda position: len(texts[position].token_ids))
+    max_tokens = max(1, min(_MAX_TOKENS, _MAX_LOGITS // vocabulary_size))
+    groups: list[list[int]] = []
+    for position in order:
+        length = len(texts[position].token_ids)
+        if groups and (len(groups[-1]) + 1) * length <= max_tokens:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
+    return [_batch(texts, group, device) for group in groups]
+
+
+def _batch(texts: Sequence[ScoredText], positions: Sequence[int], device: torch.device) -> TextBatch:
+    length = max(len(texts[position].token_ids) for position in positions)
+    ids = torch.zeros(len(positions), length, dtype=torch.long)
+    scored = torch.zeros(len(positions), length, dtype=torch.bool)
+    for row, position in enumerate(positions):
+        text = texts[position]
+        ids[row, : len(text.token_ids)] = torch.tensor(text.token_ids)
+        scored[row, text.prompt_tokens : len(text.token_ids)] = True
+    return TextBatch(tuple(positions), ids.to(device), scored.to(device))
+
+
+def summed_losses(model: Any, batch: TextBatch) -> Tensor:
+    """Return the sum of the cross entropy in nats over the scored tokens of every row, float32 [rows]."""
+    logits = model(input_ids=batch.token_ids, use_cache=False).logits
+    losses = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), batch.token_ids[:, 1:].flatten(), reduction="none"
+    ).view(batch.token_ids.shape[0], -1)
+    return (losses * batch.is_scored[:, 1:]).sum(1)
+
 
 _TorchFunction = Callable[..., Any]
 _PRODUCTS: dict[_TorchFunction, str] = {
@@ -90,7 +190,9 @@ def first_order_estimates(model: nn.Module, texts: Sequence[ScoredText], scale: 
     with _differentiable(model):
         watch = _ProductWatch(layer_noise(model, 0, scale), squares)
         for batch in batches:
-            with _watched(parts, watch):
+            handles = [part.register_forward_pre_hook(partial(watch.enter_part, n)) for n, part in enumerate(parts)]
+            handles += [part.register_forward_hook(watch.leave_part, always_call=True) for part in parts]
+            with hooked(handles):
                 loss = summed_losses(model, batch).sum()
             loss.backward()
     estimates = (0.5 * scale**2 * squares / sum(text.num_scored for text in texts)).tolist()
@@ -123,16 +225,6 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
         as_leaf = embeddings.register_forward_hook(lambda m, args, output: output.detach().requires_grad_())
         stack.callback(as_leaf.remove)
         stack.enter_context(torch.enable_grad())
-        yield
-
-
-@contextmanager
-def _watched(parts: Sequence[nn.Module], watch: "_ProductWatch") -> Iterator[None]:
-    """Watch the products of each part while it computes."""
-    with ExitStack() as stack:
-        for number, part in enumerate(parts):
-            stack.callback(part.register_forward_pre_hook(partial(watch.enter_part, number)).remove)
-            stack.callback(part.register_forward_hook(watch.leave_part, always_call=True).remove)
         yield
 
 

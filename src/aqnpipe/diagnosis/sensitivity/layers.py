@@ -19,8 +19,13 @@ from aqnpipe.artifacts.diagnoses import LayerSensitivity, Sensitivity
 from aqnpipe.config.noise import Fault, NoiseSpec
 from aqnpipe.data.scoring import is_correct
 from aqnpipe.diagnosis.capture import inference
-from aqnpipe.diagnosis.sensitivity.first_order import first_order_estimates, layer_noise
-from aqnpipe.diagnosis.sensitivity.scored_texts import ScoredText, summed_losses, text_batches
+from aqnpipe.diagnosis.sensitivity.first_order import (
+    ScoredText,
+    first_order_estimates,
+    layer_noise,
+    summed_losses,
+    text_batches,
+)
 from aqnpipe.errors import ConfigError, DataError, ModelError, ReceiptError
 from aqnpipe.generation.backend import Sampling
 from aqnpipe.generation.transformers_backend import TransformersBackend
@@ -139,7 +144,8 @@ def sensitivity(
             "at least one seed, none of them twice"
         )
     scored = _scored_texts(model, texts, tokenizer)
-    passes, parts = NoisyPasses(model, scored, faults), _parts_of(model)
+    # None: the output projection.
+    passes, parts = NoisyPasses(model, scored, faults), [*range(len(decoder_layers(model))), None]
     limit = _response_limit(scored) if tokenizer is not None else 0
     with inference(model):
         show_progress("first-order estimate")
@@ -171,36 +177,32 @@ def sensitivity(
     )
 
 
+@dataclass(frozen=True)
 class _Measured:
     """Summed losses [texts] and correct answers [questions] (none if not measured), means over passes."""
 
-    def __init__(self, losses: Floats, correct: Floats) -> None:
-        self.losses, self.correct = losses, correct
+    losses: Floats
+    correct: Floats
 
     @classmethod
-    def of(
-        cls, passes: NoisyPasses, noises: Sequence[Noise | None], tokenizer: Any, max_response_tokens: int
-    ) -> "_Measured":
+    def of(cls, passes: NoisyPasses, noises: Sequence[Noise | None], tokenizer: Any, limit: int) -> "_Measured":
         losses = np.mean([passes.losses(noise) for noise in noises], axis=0)
-        if not max_response_tokens:
-            return cls(losses, np.zeros(0))
-        correct = [passes.correct(noise, tokenizer, max_response_tokens) for noise in noises]
+        correct = [passes.correct(noise, tokenizer, limit) for noise in noises] if limit else np.zeros((1, 0))
         return cls(losses, np.mean(correct, axis=0))
 
 
 def _row(part: int | None, estimate: float, measured: _Measured, clean: _Measured, sizes: Floats) -> LayerSensitivity:
     increase, error = ratio_and_error(measured.losses - clean.losses, sizes)
-    change: float | None = None
-    change_error: float | None = None
+    change: tuple[float | None, float | None] = (None, None)
     if len(clean.correct):
-        change, change_error = ratio_and_error(measured.correct - clean.correct, np.ones(len(clean.correct)))
+        change = ratio_and_error(measured.correct - clean.correct, np.ones(len(clean.correct)))
     return LayerSensitivity(
         layer=part,
         estimate=estimate,
         loss_increase=increase,
         loss_standard_error=error,
-        accuracy_change=change,
-        accuracy_standard_error=change_error,
+        accuracy_change=change[0],
+        accuracy_standard_error=change[1],
     )
 
 
@@ -279,8 +281,3 @@ def _scored_text(text: ScoredText | str | Sequence[int] | Tensor, tokenizer: Any
 def _name_of(layer: int | None) -> str:
     """Return the name of a part of the model in messages."""
     return "the output projection" if layer is None else f"layer {layer}"
-
-
-def _parts_of(model: nn.Module) -> list[int | None]:
-    """Return the parts whose sensitivity is measured: the decoder layers, and None for the output projection."""
-    return [*range(len(decoder_layers(model))), None]
