@@ -33,8 +33,6 @@ from aqnpipe.config.base import RESULT_FOLDERS
 from aqnpipe.errors import RunLockedError, StorageError
 
 _HOLDER_BYTES = 500
-_HELD: list["FileLock"] = []
-"""Never closed: the kernel frees them when the process ends."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,8 @@ def _hold(results: str, lock: FileLock) -> None:
     if not lock.acquire():
         raise RunLockedError(f"{results}: {lock.describe_holder()} works on this study")
     lock.record_holder()
-    _HELD.append(lock)
+    # A second descriptor of the open file, never closed: the kernel frees the lock when the process ends.
+    os.dup(lock.fileno())
 
 
 def _reset_future_times(results: Path) -> None:
