@@ -1,9 +1,9 @@
 """The generation backend of evaluations and of training rollouts, and which noise, arms and layers vLLM can compute."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import FrozenModel
@@ -38,12 +38,15 @@ class GenerationConfig(FrozenModel):
     """training rollouts use vLLM's batch-invariant mode where the device has it (NVIDIA GPUs of compute capability 8.0
     and above) and the arm has no operator noise in rollouts; other arms then differ in it too"""
 
-    def _problems(self) -> Iterator[str]:
-        if self.tensor_parallel > 1 and self.backend != "vllm":
-            yield (
-                f"tensor_parallel: found {self.tensor_parallel} with backend {self.backend}, expected backend: vllm, "
-                "which shares layers, or 1"
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _only_vllm_shares_layers(cls, number: int, info: ValidationInfo) -> int:
+        backend = info.data.get("backend", "vllm")
+        if number > 1 and backend != "vllm":
+            raise ValueError(
+                f"found {number} with backend {backend}, expected backend: vllm, which shares layers, or 1"
             )
+        return number
 
     @property
     def for_training(self) -> "GenerationConfig":
