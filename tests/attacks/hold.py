@@ -108,7 +108,7 @@ class State:
     @property
     def key(self) -> Any:
         """The key of the phase."""
-        return self.phase._key
+        return self.phase.key
 
     @property
     def forward_index(self) -> int:
