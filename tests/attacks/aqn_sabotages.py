@@ -284,7 +284,7 @@ def _hidden_absolute(self: Any, layer: int, sigma: float, hidden: Tensor, noised
 
 
 def _hidden_same_for_each_token(self: Any, layer: int, sigma: float, hidden: Tensor, noised: Any) -> Tensor:
-    with mock.patch.object(self._module_errors, "_passed", return_value=0):
+    with mock.patch.object(self._module_errors, "passed", return_value=0):
         return noised()
 
 
