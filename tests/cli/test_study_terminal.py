@@ -67,7 +67,7 @@ def study():
 
 
 def test_a_line_for_every_job_that_matters_with_the_time_left(study):
-    assert study.said == ["6 jobs: train 2, evaluate 2, report 1"]
+    assert study.said == ["5 jobs: train 2, evaluate 2, report 1"]
     study.begin((1, "train", "train: base/E5 seed 0"), (2, "train", "train: base/E5 seed 1"))
     assert study.said[1:] == ["starts: train: base/E5 seed 0", "starts: train: base/E5 seed 1"]
     study.clock.now = 100.0

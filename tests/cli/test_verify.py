@@ -171,7 +171,9 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_a_line(results, name):
 
 def test_a_damaged_prepared_model_is_found(results):
     (results / "models/base/config.json").write_text("{}")
-    assert run(results)[1][0].startswith("models/base/aqnpipe_model.json: its config files changed")
+    lines = run(results)[1]
+    assert lines[0].startswith("models/base/aqnpipe_model.json: its config files changed")
+    assert lines[-1].endswith("; remove them by --repair, then start the workflow again to make them")
 
 
 def test_results_that_a_process_works_on_are_not_repaired(results):

@@ -286,8 +286,10 @@ def test_a_measured_error_is_on_every_operator_of_a_decoder(execute, parity_file
 def test_a_measured_error_of_another_model_ends_the_program(execute, parity_file):
     error = f"kind=measured,from={parity_file(hidden_size=64)}"
     code, _, lines = execute("--error", error, "--no-backward", program="decoder.py")
-    assert code == 1
-    assert "found hidden_size 64, the model that gets the noise has 32" in "".join(lines)
+    assert code == 2
+    (line,) = (line for line in lines if "found hidden_size 64, the model that gets the noise has 32" in line)
+    assert line.startswith("ERROR: ")
+    assert not any("Traceback" in line for line in lines)
 
 
 @pytest.mark.slow

@@ -7,8 +7,9 @@ import altair as alt
 import polars as pl
 from markupsafe import Markup
 
-from aqnpipe.artifacts.parities import SEVERITY, OperatorParity, ParityFile, Substitution
+from aqnpipe.artifacts.parities import SEVERITY, OperatorParity, ParityFile, SubstitutedKind, Substitution
 from aqnpipe.cli.options import aligned
+from aqnpipe.report.charts import row_axis
 from aqnpipe.report.markup import page_template, render_svg, series_colour
 
 HEADINGS = (
@@ -33,6 +34,8 @@ SYSTEMATIC = (
     "nothing. What explains a large share is systematic."
 )
 _WIDTH, _ROW = 560, 18
+_APART = 50
+"""Pixels between the names of a legend: a page may show them in a wider font than the one they were measured with."""
 _STREAM = "mlp_residual"
 
 
@@ -68,7 +71,7 @@ def page_of(file: ParityFile) -> str:
         reasons=reasons(file),
         log_probabilities=log_probability_lines(file),
         pictures=[_verdicts(file), _errors(file)],
-        substituted=[(" + ".join(row.kinds), f"{row.rms:.2g}", _share(row.explained)) for row in explained],
+        substituted=[_substitution_row(row) for row in explained],
         systematic=SYSTEMATIC,
     )
 
@@ -143,17 +146,15 @@ def _substitution_lines(found: Substitution) -> Iterator[str]:
         f"the second side's operators in the first side's place, on {found.num_tokens} tokens that differ by RMS "
         f"{found.rms:.2g} nats:"
     )
-    rows = [
-        (" + ".join(row.kinds) if len(row.kinds) < 6 else f"all {len(row.kinds)}", f"{row.rms:.2g}", row.explained)
-        for row in (found.alone[0], *found.together)
-    ]
-    yield from aligned([("operators", "RMS, nats", "explained"), *((*cells, _share(share)) for *cells, share in rows)])
+    rows = [_substitution_row(row) for row in (found.alone[0], *found.together)]
+    yield from aligned([("operators", "RMS, nats", "explained"), *rows])
     yield SYSTEMATIC
 
 
-def _share(explained: float | None) -> str:
-    """Return a share of the mean square in words; a negative one explains nothing."""
-    return "" if explained is None else f"{100 * max(0.0, explained):.0f} %"
+def _substitution_row(row: SubstitutedKind) -> tuple[str, str, str]:
+    """Return operators, their effect, and the share of the mean square that they explain (nothing if negative)."""
+    kinds = " + ".join(row.kinds) if len(row.kinds) < 6 else f"all {len(row.kinds)}"
+    return kinds, f"{row.rms:.2g}", "" if row.explained is None else f"{100 * max(0.0, row.explained):.0f} %"
 
 
 def _verdicts(file: ParityFile) -> Markup:
@@ -165,10 +166,8 @@ def _verdicts(file: ParityFile) -> Markup:
     )
     kinds = rows["kind"].unique(maintain_order=True).to_list()
     colours = alt.Scale(domain=list(SEVERITY[:4]), range=[series_colour(index) for index in range(1, 5)])
-    base = alt.Chart(rows, width=_WIDTH, height=_ROW * len(kinds)).encode(
-        _depth(), alt.Y("kind:N").sort(kinds).title(None)
-    )
-    colour = alt.Color("verdict:N").scale(colours).legend(orient="top", title=None)
+    base = alt.Chart(rows, width=_WIDTH, height=_ROW * len(kinds)).encode(_depth(), row_axis("kind", kinds, kinds, 10))
+    colour = alt.Color("verdict:N").scale(colours).legend(orient="top", title=None, columnPadding=_APART)
     field, text = base.mark_rect(opacity=0.55).encode(color=colour), base.mark_text(fontSize=8).encode(text="error:N")
     return render_svg(alt.layer(field, text), "verdict and error of every operator over depth")
 
@@ -183,7 +182,7 @@ def _errors(file: ParityFile) -> Markup:
     rows = table.group_by("layer", "error", maintain_order=True).max().sort("layer", maintain_order=True)
     value = alt.Y("value:Q").title("error, relative RMS").scale(type="log").axis(format="~e", tickCount=5)
     colours = alt.Scale(domain=names, range=[series_colour(1), series_colour(2)])
-    colour = alt.Color("error:N").scale(colours).legend(orient="top", title=None)
+    colour = alt.Color("error:N").scale(colours).legend(orient="top", title=None, columnPadding=_APART)
     chart = alt.Chart(rows.filter(pl.col("value") > 0), width=_WIDTH, height=200).mark_line(point=True)
     return render_svg(chart.encode(_depth(), value, colour), "error over depth")
 

@@ -165,9 +165,10 @@ def verify(
     records, damages = _records(paths, results)
     damages += [*_damages_of_files(records, results), *_damages_of_runs(records, results)]
     models = _prepared_models(results)
-    damages += [damage for model in models for damage in _damage_of_model(model, results)]
-    for damage in damages:
-        typer.echo(printable(f"{damage.path}: {damage.what}"))
+    of_models = [damage for model in models for damage in _damage_of_model(model, results)]
+    damages += of_models
+    for line in dict.fromkeys(f"{damage.path}: {damage.what}" for damage in damages):
+        typer.echo(printable(line))
     if not damages:
         files = sum(len(record.outputs) for record in records.values())
         typer.echo(f"verify: {files} files of {len(paths)} jobs and {len(models)} models are as they were written")
@@ -177,7 +178,11 @@ def verify(
     for path in kept:
         typer.echo(printable(f"{path}: not removed: a folder, or a link leads to it; remove it yourself"))
     done = "start" if kept or not repair else "removed; start"
-    typer.echo(f"verify: {len(damages)} damaged or missing files; {done} the workflow again to make them")
+    if of_models and not repair:
+        # The workflow reads a damaged model, and ends, before it would make it again.
+        done = "remove them by --repair, then start"
+    number = len({damage.path for damage in damages})
+    typer.echo(f"verify: {number} damaged or missing files; {done} the workflow again to make them")
     raise typer.Exit(_DAMAGED)
 
 

@@ -190,8 +190,8 @@ class StudyLines:
             case LogEvent.RUN_INFO:
                 stats = found["stats"]
                 self._progress.left = Counter({rule: count for rule, count in stats.items() if rule != "total"})
-                rules = ", ".join(f"{rule} {count}" for rule, count in stats.items() if rule not in ("total", "all"))
-                yield f"{stats['total']} jobs: {rules}"
+                jobs = {rule: count for rule, count in stats.items() if rule not in ("total", "all")}
+                yield f"{sum(jobs.values())} jobs: {', '.join(f'{rule} {count}' for rule, count in jobs.items())}"
             case LogEvent.JOB_STARTED:
                 self._all_start = not self._progress.running and len(found["jobs"]) <= _MOST_STARTS
             case LogEvent.JOB_INFO:

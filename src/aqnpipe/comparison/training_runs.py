@@ -115,7 +115,7 @@ def _read(path: Path) -> pl.DataFrame:
             case _:
                 raise DataError(f"{path}: found {path.suffix or 'no ending'}, expected {', '.join(_SUFFIXES)}")
     except (pl.exceptions.PolarsError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: no table of metrics ({type(error).__name__}), expected a row per step") from error
+        raise DataError(f"{path}: no table of metrics, expected a row per step") from error
     step = next((name for name in _STEPS if name in table.columns), None)
     if step is None:
         raise DataError(f"{path}: found no column of steps, expected one of {', '.join(_STEPS)}")

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -31,7 +31,7 @@ from aqnpipe.artifacts.measured_errors import with_figures
 from aqnpipe.config.base import describe_validation_error
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.noise import FakeQuantization, Fault, OperatorSet, OutputErrorModel, PlacedError
-from aqnpipe.errors import ConfigError, ModelError
+from aqnpipe.errors import AqnpipeError, ConfigError, ModelError
 from aqnpipe.machine.operators import ELEMENTWISE, NOISED
 from aqnpipe.models.layout import decoder_layers, output_projection, site_module
 from aqnpipe.models.parts import PlaceHook, parts_of
@@ -105,9 +105,19 @@ def begin(specification: str) -> None:
         settings = ProgramMachine.model_validate_json(specification)
     except ValidationError as error:
         raise ConfigError(f"AQNPIPE_MACHINE: {describe_validation_error(error)}") from error
+    sys.excepthook = partial(_in_one_line, sys.excepthook)
     program = _Program(settings)
     program.start()
     os.register_at_fork(after_in_child=program.restart)
+
+
+def _in_one_line(print_traceback: Callable[..., Any], kind: Any, error: BaseException, traceback: Any) -> None:
+    """End a program with one line and exit code 2 where the requested machine does not fit it; others as before."""
+    if not isinstance(error, AqnpipeError):
+        print_traceback(kind, error, traceback)
+        return
+    sys.stderr.write(f"ERROR: {error}\n")
+    raise SystemExit(2)
 
 
 class _Program:

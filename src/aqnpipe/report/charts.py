@@ -439,7 +439,7 @@ def write_sensitivity_chart(path: Path, file: SensitivityFile) -> None:
 
 
 def _sensitivities(rows: pl.DataFrame, title: str, scale: alt.Scale) -> alt.LayerChart | alt.FacetChart:
-    y = alt.Y("value:Q").title(title).scale(scale).axis(format="~g", tickCount=6)
+    y = alt.Y("value:Q").title(title).scale(scale).axis(format="~f", tickCount=6, labelOverlap="greedy")
     offset = alt.XOffset("kind:N").scale(domain=[key.name for key in _SENSITIVITIES], paddingOuter=0.8)
     base = alt.Chart(rows, width=_FIGURE_WIDTH, height=_FIGURE_HEIGHT).encode(
         alt.X("part:N")

@@ -144,7 +144,14 @@ def _with_legend(part: dict[str, Any], drawn: Set[tuple[str, Any]]) -> dict[str,
     colour = part.get("color")
     if drawn and isinstance(colour, dict) and colour.get("legend", "") is None:
         names = [name for name in colour["scale"]["domain"] if (colour["field"], name) in drawn]
-        symbol = {"symbolType": "circle", "symbolStrokeWidth": 0, "symbolOpacity": 1, "orient": "bottom", "columns": 3}
+        symbol = {
+            "symbolType": "circle",
+            "symbolStrokeWidth": 0,
+            "symbolOpacity": 1,
+            "orient": "bottom",
+            "columns": 3,
+            "columnPadding": 30,
+        }
         part["color"] = colour | {"legend": {"title": None, "values": names} | symbol, "title": None}
     return part
 
