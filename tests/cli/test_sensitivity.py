@@ -215,3 +215,8 @@ def test_a_parity_that_the_strategy_does_not_use_is_refused(sigmas, strategy):
     assert text == (
         f"--parity: found beside --strategy {strategy}, which does not use it; expected --strategy damage_first"
     )
+
+
+def test_a_sensitivity_that_the_strategy_does_not_use_is_refused(tmp_path):
+    text = refusal(typed("sigmas", tmp_path / "d.json", "--sensitivity", tmp_path / "s.json"), ConfigError)
+    assert text.startswith("--sensitivity: found beside --strategy published, which does not use it; expected")

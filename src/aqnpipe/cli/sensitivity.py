@@ -208,10 +208,13 @@ def sigmas(
     from aqnpipe.artifacts.measured_errors import measured_layer_errors
     from aqnpipe.diagnosis.sigmas import layer_sigmas
 
-    if parity is not None and strategy != NEEDS_PARITY:
-        raise ConfigError(
-            f"--parity: found beside --strategy {strategy}, which does not use it; expected --strategy {NEEDS_PARITY}"
-        )
+    users = {"--parity": (NEEDS_PARITY,), "--sensitivity": ("robust_first", "damage_first", "shuffled_layers")}
+    for (option, strategies), given in zip(users.items(), (parity, sensitivity), strict=True):
+        if given is not None and strategy not in strategies:
+            expected = " or ".join(strategies)
+            raise ConfigError(
+                f"{option}: found beside --strategy {strategy}, which does not use it; expected --strategy {expected}"
+            )
     file = read_json(diagnosis, DiagnosisFile)
     rows = [layer.scans for layer in file.layers if layer.scans is not None]
     if len(rows) < len(file.layers) or not rows:
