@@ -29,30 +29,35 @@ from torch.utils.flop_counter import flop_registry
 from aqnpipe.device import dispatch_keys
 
 _NO_PRODUCTS = frozenset((
-    "_amp_foreach_non_finite_check_and_unscale_", "_chunk_cat", "_efficientzerotensor", "_fused_rms_norm",
-    "_fused_rms_norm_backward", "_has_same_storage_numel", "_is_any_true", "_local_scalar_dense", "_log_softmax",
-    "_log_softmax_backward_data", "_safe_softmax", "_softmax", "_softmax_backward_data", "_to_copy", "_unique2",
-    "_unsafe_view", "_weight_norm_interface_backward", "arange", "argsort", "as_strided_", "bernoulli", "bernoulli_",
-    "binary_cross_entropy_with_logits", "bincount", "cat", "clone", "constant_pad_nd", "copy_", "cummax", "cummin",
-    "cumsum", "cumsum_backward", "detach", "detach_", "diff", "embedding", "embedding_dense_backward", "empty",
-    "empty_like", "empty_permuted", "empty_strided", "exponential_", "eye", "fill_", "flip", "floor_divide", "full",
-    "full_like", "gather", "gelu_backward", "histc", "index", "index_add", "index_add_", "index_copy_", "index_put",
-    "index_put_", "index_select", "is_same_size", "isfinite", "item", "kthvalue", "lift_fresh", "lift_fresh_copy",
-    "log_sigmoid_backward", "log_sigmoid_forward", "logsumexp", "masked_fill", "masked_fill_", "masked_scatter",
-    "masked_select", "max_pool2d_with_indices", "median", "mish_backward", "multinomial", "native_channel_shuffle",
-    "native_dropout", "native_dropout_backward", "native_group_norm", "native_group_norm_backward",
-    "native_layer_norm", "native_layer_norm_backward", "new_empty", "new_empty_strided", "new_full", "new_ones",
-    "new_zeros", "nll_loss2d_backward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward", "nonzero",
-    "normal_", "one_hot", "ones", "ones_like", "polar", "rand", "rand_like", "randint", "randn", "randn_like",
-    "random_", "repeat", "repeat_interleave", "resize_", "rms_norm", "roll", "scalar_tensor", "scatter", "scatter_",
-    "scatter_add", "scatter_add_", "scatter_reduce", "select_backward", "select_scatter", "set_", "silu_backward",
-    "slice_backward", "slice_scatter", "softplus_backward", "sort", "split_with_sizes_copy", "squeeze_", "stack",
-    "t_", "topk", "transpose_", "tril", "tril_indices", "triu", "triu_indices", "uniform_", "unique_consecutive",
-    "unique_dim", "unsafe_split", "unsqueeze_", "value_selecting_reduction_backward", "zero_", "zeros", "zeros_like",
+    "_fused_rms_norm", "_local_scalar_dense", "_log_softmax", "_softmax", "_to_copy", "_unique2", "_unsafe_view",
+    "arange", "argsort", "bernoulli", "bernoulli_", "bincount", "cat", "clone", "constant_pad_nd", "copy_", "cummax",
+    "cummin", "cumsum", "detach", "detach_", "diff", "embedding", "empty", "empty_like", "empty_strided",
+    "exponential_", "eye", "fill_", "flip", "floor_divide", "full", "full_like", "gather", "histc", "index",
+    "index_add", "index_add_", "index_copy_", "index_put", "index_put_", "index_select", "item", "kthvalue",
+    "lift_fresh", "lift_fresh_copy", "masked_fill", "masked_fill_", "masked_scatter", "masked_select", "median",
+    "multinomial", "native_dropout", "native_group_norm", "native_layer_norm", "new_empty", "new_full", "new_ones",
+    "new_zeros", "nonzero", "normal_", "one_hot", "ones", "ones_like", "polar", "rand", "rand_like", "randint", "randn",
+    "randn_like", "random_", "repeat", "repeat_interleave", "resize_", "rms_norm", "roll", "scalar_tensor", "scatter",
+    "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "select_scatter", "slice_scatter", "sort",
+    "split_with_sizes_copy", "stack", "topk", "tril", "tril_indices", "triu", "triu_indices", "uniform_",
+    "unique_consecutive", "unique_dim", "zero_", "zeros", "zeros_like",
 ))  # fmt: skip
 """Operations of `torch.ops.aten` that multiply no matrices, besides views, element-wise operations and reductions."""
 
-_NO_PRODUCTS_BY_PREFIX = (
+_OF_LOSSES = frozenset((
+    "_amp_foreach_non_finite_check_and_unscale_", "_chunk_cat", "_efficientzerotensor", "_fused_rms_norm_backward",
+    "_has_same_storage_numel", "_is_any_true", "_log_softmax_backward_data", "_safe_softmax", "_softmax_backward_data",
+    "_weight_norm_interface_backward", "as_strided_", "binary_cross_entropy_with_logits", "cumsum_backward",
+    "embedding_dense_backward", "empty_permuted", "gelu_backward", "is_same_size", "isfinite", "log_sigmoid_backward",
+    "log_sigmoid_forward", "logsumexp", "max_pool2d_with_indices", "mish_backward", "native_channel_shuffle",
+    "native_dropout_backward", "native_group_norm_backward", "native_layer_norm_backward", "new_empty_strided",
+    "nll_loss2d_backward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward", "select_backward", "set_",
+    "silu_backward", "slice_backward", "softplus_backward", "squeeze_", "t_", "transpose_", "unsafe_split",
+    "unsqueeze_", "value_selecting_reduction_backward",
+))  # fmt: skip
+"""Operations of losses and backward passes that multiply no matrices."""
+
+_OF_LOSSES_BY_PREFIX = (
     *("_adaptive_avg_pool", "_batch_norm", "_native_batch_norm"),
     *("_pack_padded", "adaptive_max_pool", "avg_pool", "binary_cross_entropy", "col2im"),
     *("grid_sampler", "huber_loss", "im2col", "max_pool", "mse_loss", "native_batch_norm"),
@@ -94,16 +99,17 @@ _OF_WEIGHTS = frozenset({"_weight_norm_interface"})
 _ADDITIONS = frozenset({"add", "add_", "sub", "sub_"})
 
 
-def is_no_product(name: str) -> bool:
-    """Return whether an operation of `torch.ops.aten` is listed as one that multiplies no matrices."""
-    return name in _NO_PRODUCTS or name.startswith(_NO_PRODUCTS_BY_PREFIX)
+def is_of_losses(name: str) -> bool:
+    """Return whether an operation of `torch.ops.aten` is listed as one of losses, backward passes, pooling or norms."""
+    return name in _OF_LOSSES or name.startswith(_OF_LOSSES_BY_PREFIX)
 
 
 def is_harmless(func: Any) -> bool:
     """Return whether an operation is known to be no product of matrices, unless it is element-wise with a matrix."""
     name, namespace = func.overloadpacket.__name__, func.namespace
-    is_simple = is_no_product(name) or torch.Tag.pointwise in func.tags or torch.Tag.reduction in func.tags
-    is_listed = (namespace == "aten" and is_simple) or f"{namespace}.{name}" in NO_PRODUCTS_OF_VLLM
+    is_simple = name in _NO_PRODUCTS or torch.Tag.pointwise in func.tags or torch.Tag.reduction in func.tags
+    is_of_aten = namespace == "aten" and (is_simple or is_of_losses(name))
+    is_listed = is_of_aten or f"{namespace}.{name}" in NO_PRODUCTS_OF_VLLM
     return func.is_view or namespace == "profiler" or is_listed
 
 

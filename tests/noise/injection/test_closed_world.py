@@ -11,7 +11,7 @@ from on_modules import on_modules
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from aqnpipe.proof.operations import is_no_product
+from aqnpipe.proof.operations import is_of_losses
 from aqnpipe.proof.recompute import RECOMPUTED, UNPROVEN
 
 PLACE = "model.layers.1"
@@ -84,7 +84,7 @@ def silent_overloads(make_model):
     packets = {}
     for overload in aten_overloads.overloads():
         name = overload.overloadpacket.__name__.removesuffix("_")
-        is_listed = name in {*RECOMPUTED, *UNPROVEN} or is_no_product(overload.overloadpacket.__name__)
+        is_listed = name in {*RECOMPUTED, *UNPROVEN} or is_of_losses(overload.overloadpacket.__name__)
         is_dispatched = torch._C._dispatch_has_kernel(overload.name())
         if is_dispatched and not is_listed and aten_overloads.tensor_inputs(overload) >= 2:
             packets.setdefault(overload.overloadpacket.__name__, []).append(overload)
