@@ -149,6 +149,11 @@ class Receipt(Shown, RecorderState):
         """Return whether the request is that of `wanted` on operators, modules and the cache."""
         return all(getattr(self, name) == getattr(wanted, name) for name in _NOISES)
 
+    def requested_scale(self, phase: TablePhase) -> float:
+        """Return the size of the error that operators should have in `phase`; 0 where none was requested."""
+        noise = self.operator_noise
+        return requested_size(noise.error) if noise and noise.is_active and phase in noise.phases else 0.0
+
     def measured_scale(self, phase: TablePhase) -> tuple[float, int]:
         """Return (root mean square relative error, number of measured elements) over all operators of `phase`."""
         cells = [cell for cell in self.cells if cell.phase == phase and not cell.is_module]
@@ -223,9 +228,7 @@ class EvaluationPass(ReceiptModel):
         return [f"{self.where}: {problem}" for problem in (*self._mismatches(), *self.receipt.problems())]
 
     def _mismatches(self) -> list[str]:
-        noise = self.receipt.operator_noise
-        is_requested = noise is not None and noise.is_active and "evaluation" in noise.phases
-        requested = requested_size(noise.error) if noise and is_requested else 0.0
+        requested = self.receipt.requested_scale("evaluation")
         if self.noise_level < 1:
             return [f"the receipt requested scale {requested:g}"] if requested != self.noise_level else []
         noises = (self.receipt.operator_noise, self.receipt.module_noise, self.receipt.kv_cache)
