@@ -260,13 +260,13 @@ SABOTAGES = of_group(
         ),
         training(
             "actor in evaluation mode",
-            "its modules are told to evaluate",
+            "`eval()` is called on its modules",
             _within("actor_forward", _other_mode),
             cause=r"actor_forward: computed in evaluation mode",
         ),
         training(
             "reference in training mode",
-            "its modules are told to train",
+            "`train()` is called on its modules",
             _within("reference", _other_mode),
             cause=r"reference: computed in training mode",
         ),

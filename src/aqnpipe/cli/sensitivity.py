@@ -34,7 +34,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.base import describe_validation_error, replaced
 from aqnpipe.config.custom_code import refuse_foreign_code
 from aqnpipe.config.dataset import PromptFormat
-from aqnpipe.config.diagnosis import NEEDS_PARITY, SigmaRule, SigmaStrategy
+from aqnpipe.config.diagnosis import NEED_SENSITIVITY, NEEDS_PARITY, SigmaRule, SigmaStrategy
 from aqnpipe.config.fault_spec import parse_fault
 from aqnpipe.config.measured_noise import MeasuredError
 from aqnpipe.config.model import Attention, Dtype, ModelConfig
@@ -208,7 +208,7 @@ def sigmas(
     from aqnpipe.artifacts.measured_errors import measured_layer_errors
     from aqnpipe.diagnosis.sigmas import layer_sigmas
 
-    users = {"--parity": (NEEDS_PARITY,), "--sensitivity": ("robust_first", "damage_first", "shuffled_layers")}
+    users = {"--parity": (NEEDS_PARITY,), "--sensitivity": NEED_SENSITIVITY}
     for (option, strategies), given in zip(users.items(), (parity, sensitivity), strict=True):
         if given is not None and strategy not in strategies:
             expected = " or ".join(strategies)

@@ -18,6 +18,7 @@ from aqnpipe.config.arm import Arm
 from aqnpipe.config.cross_references import expected_validation_questions
 from aqnpipe.config.custom_code import CustomError, CustomSchedule, refuse_foreign_code
 from aqnpipe.config.dataset import LmEvalDataset, LocalDataset
+from aqnpipe.config.diagnosis import NEED_SENSITIVITY
 from aqnpipe.config.evaluation import EvaluationNoise, settings_of
 from aqnpipe.config.model import (
     KNOWN_CONFIGS,
@@ -130,7 +131,7 @@ def _check_imported(study: Study, source: str) -> None:
         where, paths = f"{source}: machines.{machine}.diagnosed_in", plan.imported_diagnosis(model, machine)
         for path in (path for path in paths if not Path(path).is_file()):
             raise ConfigError(f"{where}: found no {path}, expected a diagnosis of {model}")
-        needing = [strategy for strategy in plan.strategies(model, machine) if strategy != "published"]
+        needing = [strategy for strategy in plan.strategies(model, machine) if strategy in NEED_SENSITIVITY]
         if paths and needing:
             from aqnpipe.artifacts.diagnoses import LayerTable
             from aqnpipe.artifacts.files import read_table

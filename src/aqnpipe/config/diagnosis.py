@@ -1,7 +1,7 @@
 """Settings of the diagnosis (exact probes and statistical SRDD scans), and of the rule that derives layer sigmas."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -42,6 +42,9 @@ class DiagnosisConfig(FrozenModel):
 
 SigmaStrategy = Literal["published", "robust_first", "damage_first", "shuffled_layers"]
 """Strategies that derive sigmas from a diagnosis, described in diagnosis/sigmas.py and config/README.md."""
+
+NEED_SENSITIVITY: tuple[SigmaStrategy, ...] = tuple(name for name in get_args(SigmaStrategy) if name != "published")
+"""The strategies that need the measured sensitivity of every layer."""
 
 NEEDS_PARITY: SigmaStrategy = "damage_first"
 """The strategy that also needs the measured error of every layer."""

@@ -68,7 +68,7 @@ def untested_sites(layers: Sequence[LayerSites], checks: Sequence[Check]) -> tup
     repeated = {(check.layer, check.site) for check in checks if check.probe == "repeat" and check.elements_per_channel}
     known, gaps = _tested_sites(checks), []
     for index, sites in enumerate(layers):
-        # GPT-2 has two modules of the name c_proj in every layer, which are told apart by their owners.
+        # GPT-2 has two modules named c_proj in every layer; the name of the module around it distinguishes them.
         reasons = {".".join(path.split(".")[-2:]): _TRANSPOSED for path, m in _named(sites) if _is_transposed(m)}
         plain = {path.rsplit(".", 1)[-1] for path, module in _named(sites) if isinstance(module, nn.Linear)}
         for name in plain | sites.modules.keys():
